@@ -1,0 +1,180 @@
+"""What publication asks of a store, and the store that is a directory.
+
+A store holds small records under safe relative names. A record is either there, whole and durable, or not there: every
+rule of the log and of the training journal rests on :meth:`Store.create` having exactly one winner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from cortex_training.errors import ConfigurationError
+from cortex_training.paths import safe_relative
+from cortex_training.publication import durable
+from cortex_training.publication.errors import RootError, StoreError
+
+#: A marker or a manifest larger than this is refused rather than read into memory (bytes).
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is directly in one folder, sorted by name."""
+
+    files: list[str]
+    folders: list[str]
+
+
+class Store(Protocol):
+    """Records under one root. Names are relative, with ``/`` between components; a root is spelled by :attr:`root`."""
+
+    @property
+    def root(self) -> str:
+        """The absolute path or the ``s3://`` URL of the root."""
+
+    def create(self, name: str, data: bytes = b"") -> bool:
+        """Create a record if there is none. True: it is ours and durable. False: the name exists, untouched."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a record in place whole, replacing what is there; durable on return."""
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a record. Raises FileNotFoundError, or StoreError when it is over :data:`MAX_RECORD_BYTES`."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a record of this name."""
+
+    def listing(self, folder: str) -> Listing:
+        """Everything directly in a folder; empty when the folder is not there."""
+
+    def names(self, folder: str) -> list[str]:
+        """The records directly in a folder, as leaf names in order; without those that are being written."""
+
+    def holds_save(self, name: str) -> bool:
+        """Whether the folder `name` is there (a store without folders: holds at least one object)."""
+
+    def locate(self, name: str) -> str:
+        """The absolute path or ``s3://`` URL of a name."""
+
+
+class PosixStore:
+    """A directory: local disk, NFSv3 and later, Lustre, GPFS. The root must exist; it may itself be a link.
+
+    Raises RootError when the root is not a directory, StoreError (naming the path) when the file system refuses.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        self._require_root()
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    def __repr__(self) -> str:
+        return f"PosixStore({self._root!r})"
+
+    def locate(self, name: str) -> str:
+        return os.path.join(self._root, _checked(name))
+
+    def create(self, name: str, data: bytes = b"") -> bool:
+        path = self.locate(name)
+        with _refusals("create", path):
+            self._make_parents(path)
+            # An empty record cannot be seen half-written, so its name alone is the record. One with content is
+            # written aside first: a crash or a reader must never meet a torn record under the final name.
+            created = durable.create_whole(path, data) if data else durable.create_empty(path)
+            # Also when we lost: the winner may not have reached its own sync of the directory, and the caller acts
+            # on the record being there.
+            durable.sync_folder(os.path.dirname(path))
+            return created
+
+    def write(self, name: str, data: bytes) -> None:
+        path = self.locate(name)
+        with _refusals("write", path):
+            self._make_parents(path)
+            durable.replace_whole(path, data)
+            durable.sync_folder(os.path.dirname(path))
+
+    def read(self, name: str) -> bytes:
+        path = self.locate(name)
+        try:
+            with _refusals("read", path), open(path, "rb") as file:
+                data = file.read(MAX_RECORD_BYTES + 1)
+        except FileNotFoundError:
+            self._require_root()
+            raise
+        if len(data) > MAX_RECORD_BYTES:
+            raise StoreError(f"read {path}: it is larger than {MAX_RECORD_BYTES} bytes; a record is never that large")
+        return data
+
+    def exists(self, name: str) -> bool:
+        path = self.locate(name)
+        with _refusals("look for", path):
+            return os.path.isfile(path)
+
+    def listing(self, folder: str) -> Listing:
+        path = self.locate(folder)
+        files: list[str] = []
+        folders: list[str] = []
+        try:
+            with _refusals("list", path), os.scandir(path) as found:
+                for item in found:
+                    (folders if item.is_dir() else files).append(item.name)
+        except FileNotFoundError:
+            # A folder is made by the first record in it. A root that is gone is something else: an unmounted file
+            # system read as an empty log would restart training from step 0.
+            self._require_root()
+        return Listing(sorted(files), sorted(folders))
+
+    def names(self, folder: str) -> list[str]:
+        return [name for name in self.listing(folder).files if not name.startswith(durable.TEMPORARY)]
+
+    def holds_save(self, name: str) -> bool:
+        return os.path.isdir(self.locate(name))
+
+    def _require_root(self) -> None:
+        if not os.path.isdir(self._root):
+            raise RootError(
+                f"the root {self._root} is not an existing directory; create it, mount its file system, or correct "
+                "the path (a missing root is never read as an empty log)"
+            )
+
+    def _make_parents(self, path: str) -> None:
+        # A root that vanished must not be made anew: an empty root would look like a run that never started.
+        self._require_root()
+        durable.make_folder(os.path.dirname(path))
+
+
+def _checked(name: str) -> str:
+    try:
+        return safe_relative(name)
+    except ValueError as problem:
+        raise ConfigurationError(f"name {name!r} is not a path below the root: {problem}") from None
+
+
+@contextlib.contextmanager
+def _refusals(verb: str, path: str) -> Iterator[None]:
+    """Turn what the file system refuses into a StoreError naming the path; FileNotFoundError stays as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        _refused(verb, path, problem)
+
+
+def _refused(verb: str, path: str, problem: OSError) -> NoReturn:
+    advice = {
+        errno.ENOSPC: "; free some space and try again",
+        errno.EDQUOT: "; the quota is used up",
+        errno.EROFS: "; the file system is mounted read-only",
+        errno.EACCES: "; check owner and mode",
+        errno.ENAMETOOLONG: "; shorten the name",
+    }.get(problem.errno or 0, "")
+    raise StoreError(f"{verb} {path}: {problem.strerror or problem}{advice}") from problem
