@@ -1,0 +1,308 @@
+"""One driver of a run: it owns an epoch, writes the journal, and sends nothing it has not written down."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cortex_training.errors import (
+    ApiError,
+    AuthError,
+    JobFailed,
+    NotFoundError,
+    OutcomeUnknown,
+    RateLimitedError,
+    SendRefused,
+    ServiceError,
+    TransportError,
+)
+from cortex_training.publication.log import PublicationLog
+from cortex_training.publication.store import PosixStore
+from cortex_training.states import is_terminal_job, job_state
+from cortex_training.training.journal import JournalWriter, Record, read_journal
+from cortex_training.training.offload import offload, unbroken
+from cortex_training.training.plan import TrainingPlan
+from cortex_training.training.progress import MetricsFile, Progress, ProgressCallback, RunInterrupted
+from cortex_training.training.state import Operation, RunState, Segment, replay
+
+if TYPE_CHECKING:
+    from cortex_training.aio import AsyncCortexTrainingClient
+
+SEND_WINDOW_S = 3.0
+"""How long an intent permits sending, in seconds of the driver's own monotonic clock."""
+
+
+class SegmentLost(Exception):
+    """The weights of the current segment can't be trusted or reached any more; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class SendingWindow:
+    """Permission to send, handed to the client as ``permit`` and asked right before the socket write.
+
+    A driver that was frozen after it wrote its intent wakes up past the window and is refused, while its successor
+    waits the window out before it sends anything: the two never send the same operation.
+    """
+
+    def __init__(self) -> None:
+        # From before the intent is written, so that the window never outlasts the one the successor waits for.
+        self._until = time.monotonic() + SEND_WINDOW_S
+
+    def __call__(self) -> None:
+        if time.monotonic() > self._until:
+            raise SendRefused(f"the intent is older than {SEND_WINDOW_S:g} s; a new one has to be written first")
+
+
+class Driver:
+    """Plan, client, journal and state of one driver start. Made by :meth:`claim`."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        client: AsyncCortexTrainingClient,
+        store: PosixStore,
+        writer: JournalWriter,
+        state: RunState,
+        *,
+        attempt: str,
+        progress: ProgressCallback | None,
+        stop: asyncio.Event | None,
+    ) -> None:
+        self.plan = plan
+        self.client = client
+        self.store = store
+        self.log = PublicationLog(store)
+        self.state = state
+        self.epoch = state.epoch
+        self.attempt = attempt
+        self.metrics = MetricsFile(store.locate(f"exec/{attempt}/metrics.jsonl"))
+        self._writer = writer
+        self._progress = progress
+        self._stop = stop
+
+    @classmethod
+    async def claim(
+        cls,
+        plan: TrainingPlan,
+        client: AsyncCortexTrainingClient,
+        store: PosixStore,
+        *,
+        attempt: str = "",
+        progress: ProgressCallback | None = None,
+        stop: asyncio.Event | None = None,
+    ) -> Driver:
+        """Take the run over: claim the next epoch, put ``takeover`` into the journal, wait out what a predecessor may
+        still send.
+        """
+        info = {"host": socket.gethostname(), "pid": os.getpid(), "attempt": attempt}
+        epoch = await offload(PublicationLog(store).claim_epoch, info)
+        writer = await offload(JournalWriter.take_over, store, epoch.number, epoch.token, {"info": info})
+        records = await offload(read_journal, store)
+        state = replay(records)
+        released = len(records) < 2 or records[-2].type == "released"
+        if not released and _may_still_be_sent(state):
+            await asyncio.sleep(SEND_WINDOW_S + 1.0)
+        folder = f"{attempt or 'run'}-e{epoch.number}"
+        return cls(plan, client, store, writer, state, attempt=folder, progress=progress, stop=stop)
+
+    # -- journal
+    # ---------------------------------------------------------------------------------------------------------
+
+    async def record(self, type_: str, body: Mapping[str, Any]) -> Record:
+        """Append to the journal and move the state; raises `Superseded` when the run has another driver."""
+        record = await offload(self._writer.append, type_, body)
+        self.state.apply(record)
+        return record
+
+    async def release(self) -> None:
+        """Tell the successor that this driver sends nothing more."""
+        await self.record("released", {})
+
+    @property
+    def segment(self) -> Segment:
+        current = self.state.current
+        if current is None:
+            raise RuntimeError("the run has no segment yet")
+        return current
+
+    # -- host
+    # ------------------------------------------------------------------------------------------------------------
+
+    def tell(self, stage: str, **facts: Any) -> None:
+        """Report progress; facts are fields of `Progress`."""
+        if self._progress is None:
+            return
+        current = self.state.current
+        step = facts.pop("step", current.confirmed_step if current else 0)
+        self._progress(Progress(stage, step, self.plan.steps, job_id=current.job_id if current else None, **facts))
+
+    def check_stop(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise RunInterrupted(f"{self.store.root}: stopped by its host; the same plan on this root goes on")
+
+    # -- remote
+    # ----------------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        op: str,
+        step: int,
+        call: Callable[[SendingWindow], Awaitable[str]],
+        *,
+        micro_batch: int = 0,
+        attempt: int = 0,
+        repeatable: bool = False,
+    ) -> Operation:
+        """Intent, POST and the record of its request id. `repeatable` calls are sent again while the service is
+        unreachable.
+
+        Raises `OutcomeUnknown` when a call that may be sent only once may have been executed.
+        """
+        patience = time.monotonic() + self.plan.patience_s
+        while True:
+            self.check_stop()
+            operation = await unbroken(self._submit_once(op, step, call, micro_batch, attempt, repeatable))
+            if operation.request_id is not None:
+                return operation
+            if time.monotonic() > patience:
+                raise TransportError(f"{op} of step {step}: the service was unreachable for {self.plan.patience_s:g} s")
+
+    async def _submit_once(
+        self,
+        op: str,
+        step: int,
+        call: Callable[[SendingWindow], Awaitable[str]],
+        micro_batch: int,
+        attempt: int,
+        repeatable: bool,
+    ) -> Operation:
+        segment = self.segment
+        window = SendingWindow()
+        intent = {"op": op, "segment": segment.number, "step": step, "micro_batch": micro_batch, "attempt": attempt}
+        operation = self.state.operation((await self.record("intent", intent)).number)
+        try:
+            request_id = await call(window)
+        except (SendRefused, RateLimitedError, TransportError, ServiceError) as error:
+            if isinstance(error, (SendRefused, RateLimitedError)) or getattr(error, "sent", None) is False:
+                await self.record("outcome", {"intent": operation.number, "status": "refused"})
+            elif not repeatable:
+                hint = "The run settles it by a save."
+                raise OutcomeUnknown(operation=op, job_id=segment.job_id, reason=str(error), hint=hint) from error
+            if not isinstance(error, SendRefused):
+                self.tell("recover", message=f"{op} of step {step}: {error}")
+                await asyncio.sleep(1.0)
+        except ApiError as error:
+            # Any other answer is a refusal of the service: the call was not executed.
+            await self.record("outcome", {"intent": operation.number, "status": "refused"})
+            await self.raise_if_job_lost(str(error))
+            raise
+        else:
+            await self.record("sent", {"intent": operation.number, "request_id": request_id})
+        return operation
+
+    async def result(self, operation: Operation) -> dict[str, Any]:
+        """Wait for the request of a submitted operation; ends early when the host stops the run.
+
+        Raises `RequestFailed`, `NotFoundError` (the service does not know the request) or `SegmentLost`.
+        """
+        request_id = operation.request_id
+        if request_id is None:
+            raise RuntimeError(f"{operation.op} of step {operation.step} was never sent")
+        job_id = self.segment.job_id
+        timeout_s = self.plan.request_timeout_s
+        found: dict[str, Any] = await self.on_job(
+            f"{operation.op} of step {operation.step}",
+            lambda: self.until_stopped(self.client.poll_request(job_id, request_id, timeout_s=timeout_s)),
+        )
+        return found
+
+    async def patiently(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Make a call that may be repeated, for as long as the plan has patience with an unreachable service."""
+        patience = time.monotonic() + self.plan.patience_s
+        pause = 0.5
+        while True:
+            try:
+                return await call()
+            except (TransportError, RateLimitedError, ServiceError) as error:
+                if time.monotonic() > patience:
+                    raise
+                self.tell("recover", message=f"{what}: {error}")
+            await self.until_stopped(asyncio.sleep(pause))
+            pause = min(pause * 2, 15.0)
+
+    async def on_job(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Like :meth:`patiently`, for a call that needs a running job: `SegmentLost` when it runs no more."""
+        try:
+            return await self.patiently(what, call)
+        except JobFailed as error:
+            raise SegmentLost(str(error)) from error
+        except AuthError:
+            raise
+        except ApiError as error:
+            await self.raise_if_job_lost(str(error))
+            raise
+
+    async def until_stopped(self, work: Awaitable[Any]) -> Any:
+        if self._stop is None:
+            return await work
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.check_stop()
+            return await task
+        finally:
+            stopped.cancel()
+            task.cancel()
+
+    async def job(self) -> dict[str, Any] | None:
+        """The current segment's job, or None when the service does not know it."""
+        job_id = self.segment.job_id
+
+        async def look() -> dict[str, Any] | None:
+            try:
+                return await self.client.get_job(job_id)
+            except NotFoundError:
+                return None
+
+        found: dict[str, Any] | None = await self.patiently(f"look at job {job_id}", look)
+        return found
+
+    async def raise_if_job_lost(self, said: str) -> None:
+        """Raise `SegmentLost` when the segment's job, or a sub-job of it, is not running any more."""
+        job = await self.job()
+        if job is None:
+            raise SegmentLost(f"job {self.segment.job_id} is gone ({said})")
+        states = [job, *job.get("sub_jobs", [])]
+        for entry in states:
+            state = job_state(entry.get("status"))
+            if is_terminal_job(state) or state in ("pending", "placing", "initializing", "cancelling"):
+                name = entry.get("sub_job_id") or self.segment.job_id
+                raise SegmentLost(f"{name} is {state}: {job.get('reason') or said}")
+
+
+def _may_still_be_sent(state: RunState) -> bool:
+    """Whether the predecessor may be about to send: it neither released the run nor recorded an answer to its last
+    intent.
+    """
+    if state.current is None:
+        return False
+    return any(o.status == "open" and o.request_id is None for o in state.current.operations)
+
+
+def loss_value(result: Mapping[str, Any]) -> float | str:
+    """The loss of a forward-backward as the journal keeps it: a finite number, or ``nan`` / ``inf`` as text."""
+    try:
+        loss = float(result["avg_loss"])
+    except (KeyError, TypeError, ValueError):
+        raise SegmentLost(f"a forward-backward answered no avg_loss but {sorted(result)}") from None
+    return loss if math.isfinite(loss) else str(loss)

@@ -1,0 +1,243 @@
+"""The durable training run: from a plan to a published checkpoint, through whatever the night brings.
+
+``run`` reads top to bottom as the algorithm. What it sends is in `operations`, what it does after a crash in
+`segments`, what it knows in `state`, and what makes a repetition harmless in `driver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from cortex_training.datasets import Batches, Dataset, check_window
+from cortex_training.errors import ConfigurationError, NotFoundError
+from cortex_training.training import operations, segments
+from cortex_training.training.driver import Driver, SegmentLost
+from cortex_training.training.journal import Superseded
+from cortex_training.training.offload import offload, run_slot, unbroken
+from cortex_training.training.plan import TrainingPlan
+from cortex_training.training.progress import ProgressCallback, RunFailed, TrainingResult
+from cortex_training.training.root import claim_identity, open_root
+
+if TYPE_CHECKING:
+    from cortex_training.aio import AsyncCortexTrainingClient
+
+
+async def run(
+    plan: TrainingPlan,
+    client: AsyncCortexTrainingClient,
+    progress: ProgressCallback | None = None,
+    *,
+    attempt: str = "",
+    stop: asyncio.Event | None = None,
+) -> TrainingResult:
+    """Train as `plan` says, or go on with what an earlier driver began on the same root.
+
+    `attempt` is a short name of this try (at most 12 characters of ``[a-z0-9]``); `stop` asks the run to end at the
+    next safe moment.
+
+    Raises:
+        ConfigurationError: the plan, the root or the dataset is wrong; nothing remote has happened.
+        RunInterrupted: `stop` was set. The job is left alive for the next driver.
+        RunFailed: going on needs a person. An owned job has been cancelled.
+        Superseded: another driver has taken the run over. Nothing was or will be sent.
+    """
+    plan.validate()
+    async with run_slot():
+        dataset = await offload(Dataset.open, plan.dataset)
+        await _check_against_model(plan, client, dataset)
+        store = await offload(open_root, plan.root)
+        training = None if plan.owns_job else await _training_sub_job(client, plan.job_id or "")
+        manifest = dataset.manifest
+        identity = plan.identity(
+            dataset_sha256=manifest.content_sha256, frame_version=manifest.frame_version, training_sub_job=training
+        )
+        await offload(claim_identity, store, identity)
+        batches = dataset.batches(plan.micro_batch_size, plan.micro_batches_per_step, plan.seed)
+        driver = await Driver.claim(plan, client, store, attempt=attempt, progress=progress, stop=stop)
+        try:
+            await _train(driver, batches)
+            result = await _finish(driver)
+        except Superseded:
+            raise
+        except RunFailed:
+            await _end_owned_job(driver)
+            await driver.release()
+            raise
+        except BaseException:
+            await unbroken(driver.release())
+            raise
+        await driver.release()
+        return result
+
+
+async def _train(driver: Driver, batches: Batches) -> None:
+    """Train to the last step, in as many segments as it takes."""
+    _stop_if_diverged(driver)
+    if driver.state.finished_steps >= driver.plan.steps:
+        return
+    recovering = True
+    while True:
+        try:
+            if recovering:
+                await segments.recover(driver)
+                recovering = False
+            await _train_segment(driver, batches)
+            return
+        except SegmentLost as lost:
+            await _replace(driver, lost)
+            recovering = False
+
+
+async def _replace(driver: Driver, lost: SegmentLost) -> None:
+    """Begin a new segment; its job may be lost before it runs, which is one more replacement."""
+    while True:
+        try:
+            await segments.replace(driver, lost)
+            return
+        except SegmentLost as again:
+            lost = again
+
+
+async def _train_segment(driver: Driver, batches: Batches) -> None:
+    """Step by step to the end. Each turn looks at what the journal says is done, so it can begin anywhere."""
+    plan = driver.plan
+    while True:
+        step = driver.segment.confirmed_step
+        trained_here = step > driver.segment.start_step
+        if trained_here and _due(step, plan.save_every_steps, plan.steps) and not driver.segment.saves(step):
+            await operations.save(driver, step)
+        if trained_here and _sync_due(driver, step):
+            await operations.weight_sync(driver, step)
+        if step >= plan.steps:
+            # Measured, never stepped: the last save counts only if its weights still give a finite loss.
+            loss = await operations.forward_backward(driver, batches, step + 1, 0)
+            await _require_finite(driver, step, loss)
+            await operations.publish_verified(driver)
+            return
+        await _train_step(driver, batches, step + 1)
+
+
+async def _train_step(driver: Driver, batches: Batches, step: int) -> None:
+    plan = driver.plan
+    began = time.monotonic()
+    losses = []
+    for micro_batch in range(plan.micro_batches_per_step):
+        loss = await operations.forward_backward(driver, batches, step, micro_batch)
+        await _require_finite(driver, step - 1, loss)
+        losses.append(loss)
+        if micro_batch == 0:
+            await operations.publish_verified(driver)
+    global_steps = await operations.optimizer_step(driver, step)
+    took = time.monotonic() - began
+    tokens = await offload(_tokens, batches, step, plan.micro_batches_per_step)
+    rate = plan.learning_rate.at(step, plan.steps)
+    mean = sum(losses) / len(losses)
+    driver.tell(
+        "train",
+        step=step,
+        loss=mean,
+        learning_rate=rate,
+        step_s=took,
+        tokens_per_s=tokens / took if took > 0 else None,
+        remaining_s=took * (plan.steps - step),
+    )
+    row: dict[str, Any] = {
+        "step": step,
+        "loss": mean,
+        "learning_rate": rate,
+        "global_steps": global_steps,
+        "tokens": tokens,
+        "seconds": round(took, 3),
+        "segment": driver.segment.number,
+        "epoch": driver.epoch,
+        "at": time.time(),
+    }
+    await offload(driver.metrics.append, row)
+
+
+async def _finish(driver: Driver) -> TrainingResult:
+    """Record the end, let go of an owned job, and sum up."""
+    plan, state = driver.plan, driver.state
+    if state.finished_steps < plan.steps:
+        await driver.record("finished", {"steps": plan.steps})
+    if plan.owns_job and plan.when_done == "cancel":
+        await segments.cancel(driver, driver.segment.job_id)
+    segment = driver.segment
+    losses = state.losses
+    saves = segment.saves()
+    latest = await offload(driver.log.latest)
+    driver.tell("done", message=f"published {latest.name}" if latest else "nothing published")
+    return TrainingResult(
+        root=driver.store.root,
+        job_id=segment.job_id,
+        steps=segment.confirmed_step,
+        global_steps=segment.confirmed_step + (segment.offset or 0),
+        first_loss=losses.get(1),
+        last_loss=losses.get(segment.confirmed_step),
+        checkpoint_id=saves[-1].result["checkpoint_id"] if saves else None,
+        entry=latest.name if latest else None,
+        segments=len(state.segments),
+        epoch=driver.epoch,
+    )
+
+
+async def _end_owned_job(driver: Driver) -> None:
+    if driver.plan.owns_job and driver.state.current is not None:
+        await segments.cancel(driver, driver.segment.job_id)
+
+
+async def _require_finite(driver: Driver, step: int, loss: float) -> None:
+    """Stop at a loss that is not finite: the same batches would diverge again, and nothing of it may be published."""
+    if not math.isfinite(loss):
+        await driver.record("diverged", {"step": step, "loss": str(loss)})
+        _stop_if_diverged(driver)
+
+
+def _stop_if_diverged(driver: Driver) -> None:
+    """A run that diverged stays stopped, or every retry would pay for the same divergence."""
+    diverged = driver.state.diverged
+    if diverged is not None:
+        step, loss = diverged
+        raise RunFailed(
+            f"{driver.store.root}: the loss on the weights of step {step} is {loss}. Nothing of these weights was "
+            "published; lower the learning rate or look at the data of the last steps, then use a new root"
+        )
+
+
+async def _check_against_model(plan: TrainingPlan, client: AsyncCortexTrainingClient, dataset: Dataset) -> None:
+    """Refuse sequences that are longer than the model's window before a job is created."""
+    training = plan.training_sub_job if plan.owns_job else await _training_sub_job(client, plan.job_id or "")
+    window = (training or {}).get("training_config", {}).get("max_seq_len")
+    if window is not None:
+        check_window(dataset.manifest, int(window))
+
+
+async def _training_sub_job(client: AsyncCortexTrainingClient, job_id: str) -> dict[str, Any]:
+    try:
+        job = await client.get_job(job_id)
+    except NotFoundError:
+        raise ConfigurationError.of("plan.job_id", job_id, "the service knows no such job; create it first") from None
+    for sub_job in job.get("sub_jobs", []):
+        if sub_job.get("job_type") == "training":
+            return dict(sub_job)
+    raise ConfigurationError.of(
+        "plan.job_id", job_id, "this job has no training sub-job; create one with a training_config"
+    )
+
+
+def _tokens(batches: Batches, step: int, micro_batches: int) -> int:
+    return sum(len(s.tokens) for m in range(micro_batches) for s in batches.sequences(step, m))
+
+
+def _sync_due(driver: Driver, step: int) -> bool:
+    every = driver.plan.weight_sync_every_steps
+    if every is None or not _due(step, every, driver.plan.steps):
+        return False
+    return not any(o.status == "done" for o in driver.segment.of("weight_sync", step))
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    return step % every == 0 or step == steps

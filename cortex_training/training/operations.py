@@ -1,0 +1,287 @@
+"""The operations of a run, each written down before it is sent and confirmed before the next one starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from cortex_training import identity
+from cortex_training.datasets import Batches
+from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
+from cortex_training.protocol.results import checkpoint_id
+from cortex_training.publication.save import RESUMABLE, SaveManifest
+from cortex_training.training.driver import Driver, SegmentLost, loss_value
+from cortex_training.training.offload import offload
+from cortex_training.training.progress import RunFailed
+from cortex_training.training.state import Base, Operation
+
+
+async def forward_backward(driver: Driver, batches: Batches, step: int, micro_batch: int) -> float:
+    """Run one forward-backward and return its mean loss.
+
+    Sent again under the same group id whenever its answer is missing: the service runs a group once and answers a
+    repetition with the first result. Only a request that the service confirmed as failed or cancelled gets another
+    attempt number.
+    """
+    segment = driver.segment
+    frame = await offload(batches.frame, step, micro_batch)
+    while True:
+        attempt = segment.attempts_failed(step, micro_batch)
+        if attempt >= driver.plan.max_attempts:
+            raise RunFailed(
+                f"{driver.store.root}: forward-backward {micro_batch} of step {step} failed {attempt} times on job "
+                f"{segment.job_id}; look at the job's log, then raise max_attempts or mend the data"
+            )
+        group = identity.group_id(segment.job_id, segment.number, step, micro_batch, attempt)
+        operation = await driver.submit(
+            "forward_backward",
+            step,
+            lambda permit, group=group: driver.client.forward_backward(
+                segment.job_id, frame, chunk_group_id=group, permit=permit
+            ),
+            micro_batch=micro_batch,
+            attempt=attempt,
+            repeatable=True,
+        )
+        try:
+            result = await driver.result(operation)
+        except NotFoundError:
+            continue
+        except RequestFailed as error:
+            await _close(driver, operation, "failed", {"error": error.error[:500]})
+            driver.tell("recover", message=str(error))
+            continue
+        loss = loss_value(result)
+        await _close(driver, operation, "done", {"loss": loss})
+        return float(loss)
+
+
+async def optimizer_step(driver: Driver, step: int) -> int:
+    """Step the optimizer once and return the service's ``global_steps``; a lost answer is settled by a save."""
+    segment = driver.segment
+    rate = driver.plan.learning_rate.at(step, driver.plan.steps)
+    try:
+        operation = await driver.submit(
+            "step", step, lambda permit: driver.client.step(segment.job_id, rate, permit=permit)
+        )
+    except OutcomeUnknown as unknown:
+        driver.tell("recover", message=str(unknown))
+        return await settle_step(driver, _open(driver, "step", step))
+    return await step_result(driver, operation)
+
+
+async def step_result(driver: Driver, operation: Operation) -> int:
+    """The confirmed ``global_steps`` of a step whose request id is known."""
+    try:
+        result = await driver.result(operation)
+    except NotFoundError:
+        return await settle_step(driver, operation)
+    except RequestFailed as error:
+        await _close(driver, operation, "failed", {"error": error.error[:500]})
+        raise SegmentLost(f"step {operation.step} failed, so its gradients are in an unknown state: {error}") from error
+    return await _confirm_step(driver, operation, int(result["global_steps"]))
+
+
+async def settle_step(driver: Driver, operation: Operation) -> int:
+    """Find out whether a step was executed: save, and read the save's ``global_steps``.
+
+    One less than expected means that the request may still land, so this job must not be used any more; the save
+    holds everything up to here, and no step is lost.
+    """
+    segment, step = driver.segment, operation.step
+    offset = segment.offset
+    driver.tell("recover", message=f"was step {step} executed? A save tells.")
+    saved, save_operation = await _save_now(driver, step)
+    await _close(driver, save_operation, "done", {**saved, "settles": True})
+    found = saved["global_steps"]
+    expected = (offset if offset is not None else segment.predicted_offset) + step
+    if found == expected:
+        await _close(driver, operation, "done", {"global_steps": found, "settled_by": saved["checkpoint_id"]})
+        return expected
+    if found == expected - 1:
+        await _close(driver, operation, "refused", {"settled_by": saved["checkpoint_id"]})
+        base = Base(saved["checkpoint_id"], segment.job_id, step - 1, found)
+        await driver.record("rescued", {"base": asdict(base)})
+        raise SegmentLost(f"step {step} was sent and has not been executed; it may still land on job {segment.job_id}")
+    raise SegmentLost(f"a save after step {step} has global_steps {found} where {expected} was expected")
+
+
+async def save(driver: Driver, step: int) -> None:
+    """Save the weights of `step` steps on the service; a save whose answer was lost is adopted from the checkpoint
+    list.
+    """
+    segment = driver.segment
+    lost = next((o for o in segment.of("save", step) if o.status == "open" and o.request_id is None), None)
+    if lost is not None and segment.offset is not None:
+        mine = {o.result.get("checkpoint_id") for s in driver.state.segments for o in s.of("save")}
+        for found in await _checkpoints(driver):
+            # Equal counts on one job mean equal weights: nothing was stepped in between.
+            if found["checkpoint_id"] not in mine and int(found["global_steps"]) == step + segment.offset:
+                await _close(driver, lost, "done", _saved(driver, found))
+                return
+    saved, operation = await _save_now(driver, step)
+    await _close(driver, operation, "done", saved)
+    driver.tell("save", step=step, message=f"checkpoint {saved['checkpoint_id']}")
+
+
+async def weight_sync(driver: Driver, step: int) -> None:
+    """Copy the training weights to every sampling sub-job of the job. Repeating it is harmless."""
+    segment = driver.segment
+    job = await driver.job() or {}
+    targets = [
+        s["sub_job_id"]
+        for s in job.get("sub_jobs", [])
+        if s.get("job_type") == "sampling" and isinstance(s.get("sub_job_id"), str)
+    ]
+    training = next((s for s in job.get("sub_jobs", []) if s.get("job_type") == "training"), {})
+    lora = bool((training.get("training_config") or {}).get("peft_config"))
+    operation = await driver.submit(
+        "weight_sync",
+        step,
+        lambda permit: driver.client.weight_sync(
+            segment.job_id,
+            f"{segment.job_id}:training:0",
+            targets,
+            weight_format="lora" if lora else None,
+            permit=permit,
+        ),
+        repeatable=True,
+    )
+    await driver.result(operation)
+    await _close(driver, operation, "done", {})
+
+
+async def load(driver: Driver) -> None:
+    """Load the segment's base into a job that somebody else owns and that has seen nothing of this run yet."""
+    segment = driver.segment
+    base = segment.base
+    if base is None:
+        raise RunFailed(f"segment {segment.number} of {driver.store.root} has no base to load")
+    operation = await driver.submit(
+        "load",
+        base.step,
+        lambda permit: driver.client.load(segment.job_id, base.checkpoint_id, base.source_job_id, permit=permit),
+    )
+    try:
+        await driver.result(operation)
+    except RequestFailed as error:
+        await _close(driver, operation, "failed", {"error": error.error[:500]})
+        raise RunFailed(
+            f"checkpoint {base.checkpoint_id} could not be loaded into job {segment.job_id}: {error}"
+        ) from error
+    await _close(driver, operation, "done", {})
+
+
+async def publish_verified(driver: Driver) -> str | None:
+    """Publish the latest save whose weights have shown a finite loss; returns the entry's name, or None.
+
+    A save is never published on its own word: weights that diverged in the last step look like any other file.
+    """
+    segment = driver.segment
+    if not segment.offset_is_certain:
+        return None
+    ready = [o for o in segment.saves() if segment.weights_are_finite(o.step)]
+    if not ready:
+        return None
+    latest = ready[-1]
+    folder = latest.result["save"]
+    published = {e.save: e for e in await offload(driver.log.entries)}
+    if folder in published:
+        return published[folder].name
+    manifest = SaveManifest(
+        job_id=segment.job_id,
+        checkpoint_id=latest.result["checkpoint_id"],
+        checkpoint_type=RESUMABLE,
+        global_steps=latest.result["global_steps"],
+        segment=segment.number,
+        created_at=latest.result.get("created_at"),
+        metrics={"step": latest.step, "loss": segment.loss(latest.step + 1)},
+    )
+    await offload(manifest.write, driver.store, folder)
+    entry, _ = await offload(driver.log.publish, folder, driver.epoch, latest.step)
+    await offload(driver.log.prune, driver.plan.keep_publications)
+    driver.tell("publish", step=latest.step, message=f"published {entry.name}")
+    return entry.name
+
+
+async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operation]:
+    """A resumable save on the service, and the operation that made it (still open)."""
+    segment = driver.segment
+    operation = next((o for o in segment.of("save", step) if o.status == "open" and o.request_id), None)
+    if operation is None:
+        known = {c["checkpoint_id"] for c in await _checkpoints(driver)}
+        try:
+            operation = await driver.submit(
+                "save", step, lambda permit: driver.client.save(segment.job_id, None, RESUMABLE, permit=permit)
+            )
+        except OutcomeUnknown:
+            operation = _open(driver, "save", step)
+            fresh = [c for c in await _checkpoints(driver) if c["checkpoint_id"] not in known]
+            if fresh:
+                return _saved(driver, fresh[-1]), operation
+            # It may still be under way. A second save is harmless, a wait for the first could last for ever.
+            await _close(driver, operation, "refused", {})
+            return await _save_now(driver, step)
+    try:
+        result = await driver.result(operation)
+    except NotFoundError:
+        await _close(driver, operation, "refused", {})
+        return await _save_now(driver, step)
+    except RequestFailed as error:
+        await _close(driver, operation, "failed", {"error": error.error[:500]})
+        raise RunFailed(f"the save after step {step} failed on job {segment.job_id}: {error}") from error
+    identifier = checkpoint_id(result)
+    for found in await _checkpoints(driver):
+        if found["checkpoint_id"] == identifier:
+            return _saved(driver, found), operation
+    raise RunFailed(f"job {segment.job_id} saved {identifier}, but its checkpoint list does not hold it")
+
+
+def _saved(driver: Driver, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "checkpoint_id": checkpoint["checkpoint_id"],
+        "global_steps": int(checkpoint["global_steps"]),
+        "created_at": checkpoint.get("created_at"),
+        "save": f"exec/{driver.attempt}/{checkpoint['checkpoint_id']}",
+    }
+
+
+async def _checkpoints(driver: Driver) -> list[dict[str, Any]]:
+    """The job's resumable checkpoints, oldest first."""
+    job_id = driver.segment.job_id
+    listed: list[dict[str, Any]] = await driver.on_job(
+        f"list checkpoints of job {job_id}", lambda: driver.client.list_checkpoints(job_id)
+    )
+    resumable = [c for c in listed if c.get("checkpoint_type", RESUMABLE) == RESUMABLE]
+    return sorted(resumable, key=lambda c: _created(c.get("created_at")))
+
+
+def _created(value: Any) -> float:
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError:
+        return 0.0
+
+
+async def _confirm_step(driver: Driver, operation: Operation, global_steps: int) -> int:
+    """Record a step's result, unless its count is not the expected one: then somebody else stepped this job too."""
+    segment = driver.segment
+    offset = segment.offset
+    if offset is None and segment.owned and segment.base is None:
+        offset = 0
+    if offset is not None and global_steps != operation.step + offset:
+        await _close(driver, operation, "failed", {"global_steps": global_steps})
+        raise SegmentLost(
+            f"step {operation.step} answered global_steps {global_steps} where {operation.step + offset} was expected"
+        )
+    await _close(driver, operation, "done", {"global_steps": global_steps})
+    return global_steps
+
+
+def _open(driver: Driver, op: str, step: int) -> Operation:
+    return [o for o in driver.segment.of(op, step) if o.status == "open"][-1]
+
+
+async def _close(driver: Driver, operation: Operation, status: str, result: dict[str, Any]) -> None:
+    await driver.record("outcome", {"intent": operation.number, "status": status, "result": result})

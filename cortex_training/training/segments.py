@@ -1,0 +1,186 @@
+"""Segments: getting the current one's job to run, and beginning the next one when the last can't be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from cortex_training import identity
+from cortex_training.errors import ApiError, ConfigurationError, ConflictError, JobFailed, NotFoundError
+from cortex_training.publication.save import RESUMABLE, SaveManifest
+from cortex_training.states import is_terminal_job
+from cortex_training.training import operations
+from cortex_training.training.driver import Driver, SegmentLost
+from cortex_training.training.offload import offload, unbroken
+from cortex_training.training.plan import canonical_sha256
+from cortex_training.training.progress import RunFailed
+from cortex_training.training.state import Base, Segment
+
+
+async def recover(driver: Driver) -> None:
+    """Bring the run into a certain state: a current segment whose job runs and whose last step is confirmed or refused.
+
+    Decided from the journal and the service alone. Raises `SegmentLost` when only a new segment can go on.
+    """
+    current = driver.state.current
+    if current is None:
+        await _begin(driver, base=None, reason="first start")
+    elif driver.plan.job_id is not None and driver.plan.job_id != current.job_id:
+        await _begin(driver, base=await base_of(driver, current), reason="the plan names another job")
+    elif current.ended:
+        raise SegmentLost(current.ended)
+    await ensure_running(driver)
+    unsettled = driver.segment.unsettled_step
+    if unsettled is not None:
+        if unsettled.request_id is None:
+            await operations.settle_step(driver, unsettled)
+        else:
+            await operations.step_result(driver, unsettled)
+
+
+async def replace(driver: Driver, lost: SegmentLost) -> None:
+    """End the current segment and begin the next one in a new job, the old job cancelled first.
+
+    Cancelling is the only fence the service has: a request of the old job that is still on its way then finds nothing
+    to change.
+    """
+    segment = driver.segment
+    driver.tell("recover", message=f"segment {segment.number} is lost: {lost.reason}")
+    if not segment.ended:
+        await driver.record("ended", {"reason": lost.reason})
+    if not driver.plan.owns_job:
+        raise RunFailed(
+            f"{driver.store.root}: {lost.reason}. Going on needs a new job, and a plan with job_id may not create "
+            "one: give the plan sub_jobs instead, or create a job and run the plan on it; it starts from the last publication"
+        )
+    if len(driver.state.segments) > driver.plan.max_replacements:
+        raise RunFailed(
+            f"{driver.store.root}: {lost.reason}. {driver.plan.max_replacements} replacements were used; raise "
+            "max_replacements to go on"
+        )
+    await cancel(driver, segment.job_id)
+    await _begin(driver, base=await base_of(driver, segment), reason=lost.reason)
+    await ensure_running(driver)
+
+
+async def base_of(driver: Driver, segment: Segment) -> Base | None:
+    """Where a successor of `segment` starts: a save that rescued it, its last publication, or its own base.
+
+    Never the latest publication of the root: that may belong to a lineage which was given up.
+    """
+    if segment.rescued is not None:
+        return segment.rescued
+    for entry in reversed(await offload(driver.log.entries)):
+        manifest = await offload(SaveManifest.read, driver.store, entry.save)
+        if manifest.segment == segment.number and manifest.checkpoint_type == RESUMABLE:
+            return Base(manifest.checkpoint_id, manifest.job_id, entry.step, manifest.global_steps)
+    return segment.base
+
+
+async def ensure_running(driver: Driver) -> None:
+    """Create the segment's job unless it is there, and wait until it runs."""
+    segment = driver.segment
+    job = await driver.job()
+    if job is None:
+        if segment.operations:
+            raise SegmentLost(f"job {segment.job_id} is gone")
+        if not segment.owned:
+            raise ConfigurationError.of("plan.job_id", segment.job_id, "the service knows no such job; create it first")
+        await unbroken(_create(driver))
+    elif is_terminal_job(job.get("status")):
+        raise SegmentLost(f"job {segment.job_id} is {job.get('status')}: {job.get('reason') or 'no reason given'}")
+    job_id = driver.segment.job_id
+    try:
+        await driver.patiently(
+            f"wait for job {job_id}",
+            lambda: driver.until_stopped(
+                driver.client.wait_for_job(
+                    job_id,
+                    timeout_s=driver.plan.running_timeout_s,
+                    progress=lambda seen: driver.tell("job", message=str(seen.get("status"))),
+                )
+            ),
+        )
+    except JobFailed as error:
+        raise SegmentLost(str(error)) from error
+    if not segment.owned and segment.base is not None and not segment.loaded:
+        await operations.load(driver)
+
+
+async def cancel(driver: Driver, job_id: str) -> None:
+    """Cancel a job, unless the journal knows that it was; one that is gone or has ended is success."""
+    if job_id in driver.state.cancelled:
+        return
+
+    async def attempt() -> None:
+        try:
+            await driver.client.cancel_job(job_id)
+        except (NotFoundError, ConflictError):
+            return
+
+    await driver.patiently(f"cancel job {job_id}", attempt)
+    await driver.record("cancelled", {"job_id": job_id})
+
+
+async def _begin(driver: Driver, *, base: Base | None, reason: str) -> None:
+    """Write the segment's record, and with it the id of its job, before the job exists."""
+    owned = driver.plan.owns_job
+    await driver.record(
+        "segment",
+        {
+            "segment": len(driver.state.segments),
+            "job_id": driver.plan.job_id or identity.new_job_id(),
+            "owned": owned,
+            "base": asdict(base) if base else None,
+            "reason": reason,
+        },
+    )
+
+
+async def _create(driver: Driver) -> None:
+    segment = driver.segment
+    body = job_body(driver, segment)
+
+    async def attempt() -> str:
+        try:
+            answer = await driver.client.create_job_from_body(body)
+        except ConflictError:
+            await _adopt_equal(driver, body)
+            return segment.job_id
+        return str(answer["job_id"])
+
+    try:
+        job_id = await driver.patiently(f"create job {segment.job_id}", attempt)
+    except ApiError as error:
+        raise RunFailed(f"{driver.store.root}: the service refused to create a job: {error}") from error
+    if job_id != segment.job_id:
+        await driver.record("adopted", {"job_id": job_id})
+
+
+async def _adopt_equal(driver: Driver, body: dict[str, Any]) -> None:
+    """A duplicate id is ours after a lost answer, if it was created from the same configuration and lives."""
+    job = await driver.job()
+    if job is None or is_terminal_job(job.get("status")):
+        raise SegmentLost(f"job {driver.segment.job_id} exists and has ended")
+    for mine, theirs in zip(body["sub_job_configs"], job.get("sub_jobs", []), strict=False):
+        for key in ("model_name", "training_config", "inference_config"):
+            if canonical_sha256(mine.get(key)) != canonical_sha256(theirs.get(key)):
+                raise SegmentLost(f"job {driver.segment.job_id} exists with another {key}")
+
+
+def job_body(driver: Driver, segment: Segment) -> dict[str, Any]:
+    """The create body of a segment's job; its training and sampling sub-jobs start from the segment's base."""
+    plan = driver.plan
+    configs = [dict(s) for s in plan.sub_jobs]
+    if segment.base is not None:
+        for config in configs:
+            if config.get("job_type") == "training":
+                config["source_checkpoint_info"] = {
+                    "checkpoint_id": segment.base.checkpoint_id,
+                    "source_job_id": segment.base.source_job_id,
+                }
+    body: dict[str, Any] = {"sub_job_configs": configs, "job_id": segment.job_id}
+    for key in ("experiment_name", "hardware", "idle_timeout_seconds", "pending_timeout_seconds"):
+        if getattr(plan, key) is not None:
+            body[key] = getattr(plan, key)
+    return body

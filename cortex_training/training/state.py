@@ -1,0 +1,234 @@
+"""Where a run stands, told from its journal alone. No I/O: the same records always give the same state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cortex_training.training.journal import Record
+
+
+@dataclass
+class Operation:
+    """One intent and what is known of it. `status`: ``open`` (nothing came back), ``done``, ``failed`` or
+    ``refused``.
+    """
+
+    number: int
+    op: str
+    segment: int
+    step: int
+    micro_batch: int = 0
+    attempt: int = 0
+    request_id: str | None = None
+    status: str = "open"
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A resumable checkpoint that a segment starts from: `step` steps are in its weights."""
+
+    checkpoint_id: str
+    source_job_id: str
+    step: int
+    global_steps: int
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Base:
+        return cls(value["checkpoint_id"], value["source_job_id"], value["step"], value["global_steps"])
+
+
+@dataclass
+class Segment:
+    """One lineage of weights in one job: everything between two reloads."""
+
+    number: int
+    job_id: str
+    owned: bool
+    base: Base | None
+    reason: str
+    operations: list[Operation] = field(default_factory=list)
+    ended: str | None = None
+    rescued: Base | None = None
+
+    @property
+    def start_step(self) -> int:
+        return self.base.step if self.base else 0
+
+    def of(self, op: str, step: int | None = None) -> list[Operation]:
+        return [o for o in self.operations if o.op == op and (step is None or o.step == step)]
+
+    @property
+    def confirmed_step(self) -> int:
+        """The last step that the service confirmed (its result, or the save that settled it)."""
+        return max((o.step for o in self.of("step") if o.status == "done"), default=self.start_step)
+
+    @property
+    def unsettled_step(self) -> Operation | None:
+        """A step that may or may not have been executed."""
+        return next((o for o in self.of("step") if o.status == "open" and o.step > self.confirmed_step), None)
+
+    @property
+    def loaded(self) -> bool:
+        return any(o.status == "done" for o in self.of("load"))
+
+    @property
+    def offset(self) -> int | None:
+        """``global_steps`` minus the step's number, as the first confirmed step of the segment showed it."""
+        first = min((o for o in self.of("step") if o.status == "done"), key=lambda o: o.step, default=None)
+        return first.result["global_steps"] - first.step if first else None
+
+    @property
+    def predicted_offset(self) -> int:
+        """What `offset` is when the service restores its count with the weights, as the local service does."""
+        return self.base.global_steps - self.base.step if self.base else 0
+
+    @property
+    def offset_is_certain(self) -> bool:
+        """Whether counts can be trusted enough to publish: the predicted count came back, or two steps agree."""
+        if self.offset is None:
+            return False
+        return self.offset == self.predicted_offset or len({o.step for o in self.of("step") if o.status == "done"}) > 1
+
+    def loss(self, step: int) -> float | None:
+        """Mean loss of the confirmed micro-batches of a step: it was measured on the weights of ``step - 1``."""
+        losses: dict[int, float] = {}
+        for o in self.of("forward_backward", step):
+            if o.status == "done" and o.result.get("loss") is not None:
+                # A loss that is not finite is journalled as text, since JSON has no word for it.
+                losses[o.micro_batch] = float(o.result["loss"])
+        return sum(losses.values()) / len(losses) if losses else None
+
+    def weights_are_finite(self, step: int) -> bool:
+        """Whether a finite loss was measured on the weights that `step` steps made."""
+        loss = self.loss(step + 1)
+        return loss is not None and math.isfinite(loss)
+
+    def saves(self, step: int | None = None) -> list[Operation]:
+        """The saves that hold the weights of their step; one that only settled a doubt says less."""
+        return [o for o in self.of("save", step) if o.status == "done" and not o.result.get("settles")]
+
+    def attempts_failed(self, step: int, micro_batch: int) -> int:
+        return sum(
+            1 for o in self.of("forward_backward", step) if o.micro_batch == micro_batch and o.status == "failed"
+        )
+
+
+@dataclass
+class RunState:
+    """A run, replayed."""
+
+    epoch: int = 0
+    segments: list[Segment] = field(default_factory=list)
+    finished_steps: int = 0
+    diverged: tuple[int, str] | None = None
+    cancelled: set[str] = field(default_factory=set)
+
+    @property
+    def current(self) -> Segment | None:
+        return self.segments[-1] if self.segments else None
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Every job that the run ever named, owned ones only, in order and once."""
+        return list(dict.fromkeys(s.job_id for s in self.segments if s.owned))
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss per step; where a step was replayed, the last segment's word counts."""
+        out: dict[int, float] = {}
+        for segment in self.segments:
+            for o in segment.of("forward_backward"):
+                loss = segment.loss(o.step)
+                if loss is not None:
+                    out[o.step] = loss
+        return out
+
+    def apply(self, record: Record) -> None:
+        """Move the state by one record. Unknown types are newer details that don't change what is known here."""
+        handler = _HANDLERS.get(record.type)
+        if handler:
+            handler(self, record)
+
+    def operation(self, number: int) -> Operation:
+        return next(o for s in reversed(self.segments) for o in reversed(s.operations) if o.number == number)
+
+
+def replay(records: Iterable[Record]) -> RunState:
+    state = RunState()
+    for record in records:
+        state.apply(record)
+    return state
+
+
+def _takeover(state: RunState, record: Record) -> None:
+    state.epoch = record.epoch
+
+
+def _segment(state: RunState, record: Record) -> None:
+    body = record.body
+    base = Base.from_dict(body["base"]) if body.get("base") else None
+    state.segments.append(Segment(body["segment"], body["job_id"], body["owned"], base, body["reason"]))
+
+
+def _adopted(state: RunState, record: Record) -> None:
+    """The service gave the job another id than ours: its word wins, or the job could never be found again."""
+    state.segments[-1].job_id = record.body["job_id"]
+
+
+def _intent(state: RunState, record: Record) -> None:
+    body = record.body
+    state.segments[-1].operations.append(
+        Operation(
+            record.number, body["op"], body["segment"], body["step"], body.get("micro_batch", 0), body.get("attempt", 0)
+        )
+    )
+
+
+def _sent(state: RunState, record: Record) -> None:
+    state.operation(record.body["intent"]).request_id = record.body["request_id"]
+
+
+def _outcome(state: RunState, record: Record) -> None:
+    operation = state.operation(record.body["intent"])
+    operation.status = record.body["status"]
+    operation.result = dict(record.body.get("result") or {})
+
+
+def _rescued(state: RunState, record: Record) -> None:
+    """A save holds everything that this segment confirmed: its successor can start from there without losing a step."""
+    state.segments[-1].rescued = Base.from_dict(record.body["base"])
+
+
+def _ended(state: RunState, record: Record) -> None:
+    state.segments[-1].ended = record.body["reason"]
+
+
+def _diverged(state: RunState, record: Record) -> None:
+    state.diverged = (record.body["step"], record.body["loss"])
+
+
+def _cancelled(state: RunState, record: Record) -> None:
+    state.cancelled.add(record.body["job_id"])
+
+
+def _finished(state: RunState, record: Record) -> None:
+    state.finished_steps = record.body["steps"]
+
+
+_HANDLERS = {
+    "takeover": _takeover,
+    "segment": _segment,
+    "adopted": _adopted,
+    "intent": _intent,
+    "sent": _sent,
+    "outcome": _outcome,
+    "rescued": _rescued,
+    "ended": _ended,
+    "diverged": _diverged,
+    "cancelled": _cancelled,
+    "finished": _finished,
+}
