@@ -12,6 +12,7 @@ from cortex_training.publication.errors import (
 )
 from cortex_training.publication.export import download_checkpoint
 from cortex_training.publication.log import Epoch, PublicationLog
+from cortex_training.publication.roots import open_store
 from cortex_training.publication.save import SavedFile, SaveManifest
 from cortex_training.publication.store import Listing, PosixStore, Store
 
@@ -32,4 +33,5 @@ __all__ = [
     "Store",
     "StoreError",
     "download_checkpoint",
+    "open_store",
 ]

@@ -17,8 +17,10 @@ from cortex_training.paths import safe_relative
 from cortex_training.publication.errors import LogError
 
 MAX_NUMBER = 2**64 - 1
-#: File systems allow names of 255 bytes: 42 for the numbers, 213 of base32, which is a save path of 133 bytes.
-MAX_NAME_BYTES = 255
+_NUMBERS_BYTES = 42
+
+# What pruning such a "save" would take along: the log, the claims, the journal.
+_KEPT_FOLDERS = ("pub", "epochs", "journal")
 
 _GRAMMAR = re.compile(r"([0-9]{20})-([0-9]{20})-([A-Z2-7]+)", re.ASCII)
 _DIGITS = re.compile(r"[0-9]{1,20}", re.ASCII)
@@ -45,8 +47,11 @@ class Entry:
         return f"{self.root.rstrip('/')}/{self.save}"
 
     @classmethod
-    def of(cls, epoch: int, step: int, save: str, root: str = "") -> Entry:
-        """An entry to be published. Raises ConfigurationError naming what cannot be written as a name."""
+    def of(cls, epoch: int, step: int, save: str, root: str, longest_name: int) -> Entry:
+        """An entry to be published in a store that allows names of `longest_name` bytes.
+
+        Raises ConfigurationError naming what cannot be written as a name.
+        """
         for what, number in (("epoch", epoch), ("step", step)):
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_NUMBER:
                 raise ConfigurationError(f"{what} {number!r} is not a whole number from 0 to {MAX_NUMBER}")
@@ -54,10 +59,10 @@ class Entry:
         if problem:
             raise ConfigurationError(f"save {save!r} cannot be published: {problem}")
         entry = cls(epoch, step, save, root)
-        if len(entry.name) > MAX_NAME_BYTES:
+        if len(entry.name) > longest_name:
             raise ConfigurationError(
                 f"save {save!r} cannot be published: its path is {len(save.encode())} bytes long, and the name of an "
-                f"entry has room for {longest_save()}; use a shorter attempt or folder name"
+                f"entry here has room for {longest_save(longest_name)}; use a shorter attempt or folder name"
             )
         return entry
 
@@ -93,9 +98,9 @@ def parse_number(text: str) -> int | None:
     return number if number <= MAX_NUMBER else None
 
 
-def longest_save() -> int:
-    """The longest save path, in bytes, that an entry's name has room for."""
-    return (MAX_NAME_BYTES - 42) * 5 // 8
+def longest_save(longest_name: int) -> int:
+    """The longest save path, in bytes, that a name of `longest_name` bytes has room for: 133 in the usual 255."""
+    return max(longest_name - _NUMBERS_BYTES, 0) * 5 // 8
 
 
 def _save_problem(save: str) -> str | None:
@@ -104,8 +109,9 @@ def _save_problem(save: str) -> str | None:
         save.encode()
     except ValueError as problem:
         return str(problem)
-    if save == "pub" or save.startswith("pub/"):
-        return "pub/ holds the entries, never a save"
+    top, _, below = save.partition("/")
+    if top in _KEPT_FOLDERS or (top == "exec" and not below):
+        return f"{top}/ belongs to the root; a save is a folder of its own"
     return None
 
 

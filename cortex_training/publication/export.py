@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +23,7 @@ from cortex_training.errors import ProtocolError
 from cortex_training.paths import safe_relative
 from cortex_training.publication import durable
 from cortex_training.publication.errors import DownloadError
+from cortex_training.publication.quiet import quiet_libraries
 from cortex_training.publication.save import MANIFEST_NAME, SavedFile
 
 #: Called with bytes downloaded so far and bytes in all.
@@ -88,7 +87,7 @@ def download_checkpoint(
     """
     folder = os.path.abspath(os.fspath(dest))
     download = _Download(client, job_id, checkpoint_id, folder, _plain_session(ca_bundle), proxy, progress)
-    with _silenced_links(), download.session:
+    with quiet_libraries(), download.session:
         try:
             return download.run()
         except OSError as problem:
@@ -344,27 +343,3 @@ def _plain_session(ca_bundle: str | None) -> requests.Session:
     session.headers["Accept-Encoding"] = "identity"
     session.verify = ca_bundle or True
     return session
-
-
-_downloading = threading.local()
-
-
-class _NoLinks(logging.Filter):
-    """Drops what urllib3 logs (request paths, signatures included) in a thread that is downloading."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(_downloading, "now", False)
-
-
-_NO_LINKS = _NoLinks()
-
-
-@contextlib.contextmanager
-def _silenced_links() -> Iterator[None]:
-    for name in ("urllib3.connectionpool", "urllib3.util.retry", "urllib3.connection"):
-        logging.getLogger(name).addFilter(_NO_LINKS)
-    _downloading.now = True
-    try:
-        yield
-    finally:
-        _downloading.now = False

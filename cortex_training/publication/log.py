@@ -13,7 +13,8 @@ from typing import Any
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication.entries import MAX_NUMBER, Entry
 from cortex_training.publication.errors import LogError, SaveError
-from cortex_training.publication.store import PosixStore, Store
+from cortex_training.publication.roots import open_store
+from cortex_training.publication.store import Store
 
 PUBLICATIONS = "pub"
 EPOCHS = "epochs"
@@ -30,14 +31,14 @@ class Epoch:
 
 
 class PublicationLog:
-    """The log in a root. `root` is a directory, or a store that was opened.
+    """The log in a root. `root` is a directory, or a store that was opened with :func:`open_store`.
 
     Every method blocks on the store and may be called from several threads and processes at once. Errors: RootError,
     StoreError, LogError (a name that does not parse).
     """
 
     def __init__(self, root: str | os.PathLike[str] | Store) -> None:
-        self.store: Store = PosixStore(root) if isinstance(root, (str, os.PathLike)) else root
+        self.store: Store = open_store(root) if isinstance(root, (str, os.PathLike)) else root
 
     def entries(self) -> list[Entry]:
         """Every publication, the latest last. Raises LogError naming the first name in ``pub/`` that is not one."""
@@ -57,10 +58,19 @@ class PublicationLog:
         Publish only a save that is complete. Raises SaveError when there is no such save, ConfigurationError when its
         path, epoch or step cannot be written as a name; nothing is created then.
         """
-        entry = Entry.of(epoch, step, save, self.store.root)
+        entry = Entry.of(epoch, step, save, self.store.root, self.store.longest_name(PUBLICATIONS))
         if not self.store.holds_save(save):
             raise SaveError(f"publish {entry.location}: there is no such save; publish it once it is complete")
-        return entry, self.store.create(f"{PUBLICATIONS}/{entry.name}")
+        created = self.store.create(f"{PUBLICATIONS}/{entry.name}")
+        # A prune may have removed the folder since we looked, and listed pub/ before our entry was there to be seen.
+        if created and not self.store.holds_save(save):
+            self.withdraw(entry)
+            raise SaveError(f"publish {entry.location}: the save was removed while it was being published")
+        return entry, created
+
+    def withdraw(self, entry: Entry) -> None:
+        """Remove an entry, durably; its save stays. No error when it is not there."""
+        self.store.remove(f"{PUBLICATIONS}/{entry.name}")
 
     def claim_epoch(self, info: Mapping[str, Any] | None = None) -> Epoch:
         """Claim the next epoch. Numbers rise strictly over all drivers, whatever machine or clock they run on.

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, Self
 
 from cortex_training.errors import ConfigurationError
 from cortex_training.paths import safe_relative
 from cortex_training.publication import durable
 from cortex_training.publication.errors import RootError, StoreError
+from cortex_training.publication.removal import remove_tree
 
 #: A marker or a manifest larger than this is refused rather than read into memory (bytes).
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -61,6 +63,24 @@ class Store(Protocol):
     def locate(self, name: str) -> str:
         """The absolute path or ``s3://`` URL of a name."""
 
+    def longest_name(self, folder: str) -> int:
+        """How many bytes the name of a record in `folder` may have."""
+
+    def remove(self, name: str) -> None:
+        """Remove a record, durably; it is no error when it is not there."""
+
+    def remove_folder(self, name: str, first: Sequence[str] = ()) -> str | None:
+        """Remove a folder and all in it, the files `first` before everything else. None, or why it was left in place.
+
+        It is no error when it, or something in it, is not there (any more).
+        """
+
+    def staged(self, save: str) -> AbstractContextManager[str]:
+        """A local folder to write a save's files in; on a clean way out they are in the store, under `save`."""
+
+    def until(self, deadline: float) -> Self:
+        """The same store with a limit: no request is sent (again) after `deadline`, in monotonic seconds."""
+
 
 class PosixStore:
     """A directory: local disk, NFSv3 and later, Lustre, GPFS. The root must exist; it may itself be a link.
@@ -80,7 +100,7 @@ class PosixStore:
         return f"PosixStore({self._root!r})"
 
     def locate(self, name: str) -> str:
-        return os.path.join(self._root, _checked(name))
+        return os.path.join(self._root, checked_name(name))
 
     def create(self, name: str, data: bytes = b"") -> bool:
         path = self.locate(name)
@@ -138,6 +158,35 @@ class PosixStore:
     def holds_save(self, name: str) -> bool:
         return os.path.isdir(self.locate(name))
 
+    def longest_name(self, folder: str) -> int:
+        return 255
+
+    def remove(self, name: str) -> None:
+        path = self.locate(name)
+        with _refusals("remove", path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+            durable.sync_folder(os.path.dirname(path))
+
+    def remove_folder(self, name: str, first: Sequence[str] = ()) -> str | None:
+        path = self.locate(name)
+        self._require_root()
+        with _refusals("remove", path):
+            link = remove_tree(self._root, name, first)
+        return f"{link} is a symbolic link" if link else None
+
+    @contextlib.contextmanager
+    def staged(self, save: str) -> Iterator[str]:
+        # In place, so that what was written before a crash is there to go on with.
+        path = self.locate(save)
+        with _refusals("create", path):
+            self._make_parents(path)
+            durable.make_folder(path)
+        yield path
+
+    def until(self, deadline: float) -> Self:
+        # Calls of the file system can't be given a limit.
+        return self
+
     def _require_root(self) -> None:
         if not os.path.isdir(self._root):
             raise RootError(
@@ -151,7 +200,8 @@ class PosixStore:
         durable.make_folder(os.path.dirname(path))
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
+    """A name that is a path below the root. Raises ConfigurationError naming it when it is not."""
     try:
         return safe_relative(name)
     except ValueError as problem:
