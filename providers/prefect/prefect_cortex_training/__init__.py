@@ -1,0 +1,89 @@
+"""Prefect integration for Snowflake Cortex Training: blocks, durable tasks, and what ends remote jobs when a flow run
+ends.
+"""
+
+from importlib import metadata
+
+_OTHER_CLIENT = "cortex-training"
+
+
+def _refuse_other_client() -> None:
+    """The public client of that name owns the same import name; whichever was installed last would be imported,
+    without a word.
+    """
+    try:
+        metadata.distribution(_OTHER_CLIENT)
+    except metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"prefect-cortex-training needs cortex-training-client, and {_OTHER_CLIENT} is installed beside it under the "
+        f"same import name. Run `pip uninstall -y {_OTHER_CLIENT} cortex-training-client`, then `pip install "
+        "cortex-training-client`, which serves the same imports"
+    )
+
+
+_refuse_other_client()
+
+from prefect_cortex_training.cleanup import cancel_remote_jobs, jobs_cancelled_at_end  # noqa: E402
+from prefect_cortex_training.credentials import CortexTrainingCredentials  # noqa: E402
+from prefect_cortex_training.job_block import CortexTrainingJob, CortexTrainingJobRun  # noqa: E402
+from prefect_cortex_training.tasks import (  # noqa: E402
+    abuild_dataset,
+    acancel_job,
+    acreate_job,
+    aexport,
+    aforward_backward,
+    agenerate,
+    apublish,
+    asave,
+    astep,
+    atrain,
+    await_until_running,
+    aweight_sync,
+    build_dataset,
+    cancel_job,
+    create_job,
+    export,
+    forward_backward,
+    generate,
+    publish,
+    save,
+    step,
+    train,
+    wait_until_running,
+    weight_sync,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CortexTrainingCredentials",
+    "CortexTrainingJob",
+    "CortexTrainingJobRun",
+    "abuild_dataset",
+    "acancel_job",
+    "acreate_job",
+    "aexport",
+    "aforward_backward",
+    "agenerate",
+    "apublish",
+    "asave",
+    "astep",
+    "atrain",
+    "await_until_running",
+    "aweight_sync",
+    "build_dataset",
+    "cancel_job",
+    "cancel_remote_jobs",
+    "create_job",
+    "export",
+    "forward_backward",
+    "generate",
+    "jobs_cancelled_at_end",
+    "publish",
+    "save",
+    "step",
+    "train",
+    "wait_until_running",
+    "weight_sync",
+]

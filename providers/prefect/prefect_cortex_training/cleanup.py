@@ -1,0 +1,110 @@
+"""Ending what a flow run began: no job outlives it.
+
+Everything here starts from the flow run's labels, because it mostly runs where the flow did not: in the runner after a
+crash, in another process after a cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import Pause
+from prefect.logging import get_logger
+from prefect.logging.loggers import flow_run_logger
+
+from prefect_cortex_training.credentials import connected
+from prefect_cortex_training.dispatch import run_to_end
+from prefect_cortex_training.jobs import cancel_if_alive
+from prefect_cortex_training.labels import RunLabels, finished_key, jobs_in, roots_in
+
+if TYPE_CHECKING:
+    from cortex_training.aio import AsyncCortexTrainingClient
+
+Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+
+async def cancel_remote_jobs(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Hook: cancel every job that the flow run's labels name, and every job in the journals of its training runs.
+
+        @flow(on_cancellation=[cancel_remote_jobs], on_crashed=[cancel_remote_jobs])
+
+    A rerun of the same flow run makes a new job and goes on from the last publication. Leave the hook out of
+    `on_crashed` to let a rerun go on with the job itself; its idle timeout then ends it when no rerun comes.
+    """
+    await cancel_jobs_of_run(RunLabels(flow_run.id), flow_run_logger(flow_run, flow))
+
+
+class jobs_cancelled_at_end:
+    """``with jobs_cancelled_at_end():`` cancels the flow run's jobs when the block ends, however it ends.
+
+    A suspended flow run has not ended: its jobs go on working, and the run comes back to them. When the block is left
+    without an error the jobs are also marked as finished, so that a rerun does not create new ones for work that is
+    done. Works as ``async with`` too.
+    """
+
+    def __enter__(self) -> None:
+        self._labels = RunLabels.of_current_run("jobs_cancelled_at_end")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_to_end(self._end(error))
+
+    async def __aenter__(self) -> None:
+        self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Shielded: a task that is cancelled once more while it cleans up would leave its GPUs behind.
+        await asyncio.shield(self._end(error))
+
+    async def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, Pause):
+            return
+        if error is None:
+            jobs = jobs_in(await self._labels.read())
+            if jobs:
+                await self._labels.write({finished_key(job.job_id): True for job in jobs})
+        await cancel_jobs_of_run(self._labels, get_logger("prefect_cortex_training"))
+
+
+async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> None:
+    """Cancel every job of a flow run. One that can't be cancelled is logged and does not keep the next from being
+    cancelled.
+    """
+    known = await labels.read()
+    for job in jobs_in(known):
+        await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, partial(cancel_if_alive, job_id=job.job_id))
+    for root in roots_in(known):
+        await _try_to_cancel(
+            logger, f"the jobs of {root.root}", root.credentials, partial(_cancel_journalled, root=root.root)
+        )
+
+
+async def _cancel_journalled(client: AsyncCortexTrainingClient, root: str) -> None:
+    from cortex_training.training import cancel_jobs
+
+    await cancel_jobs(root, client)
+
+
+async def _try_to_cancel(
+    logger: Logger, what: str, credentials: str | None, cancel: Callable[[AsyncCortexTrainingClient], Awaitable[Any]]
+) -> None:
+    if credentials is None:
+        logger.error("%s: the labels name no credentials block; cancel with `cortex-training cancel`", what)
+        return
+    try:
+        async with connected(credentials) as client:
+            await cancel(client)
+    except Exception as error:
+        logger.error("%s could not be cancelled through credentials block %r: %s", what, credentials, error)
+    else:
+        logger.info("%s: cancelled", what)

@@ -1,0 +1,137 @@
+"""What a flow run wrote down before it did it.
+
+A flow run's labels live on the Prefect server. They outlast the process, the machine and its stored results, and they
+can be read by whoever cleans up after a run that is no longer running. So every name that must survive a crash is put
+there first: the id of a job before it is created, the intent of an optimizer step before it is sent.
+
+    cortex_training.job.<name>.<generation>   id of a job
+    cortex_training.root.<digest>             root of a training run, whose journal names further jobs
+    cortex_training.owner.<job id or digest>  credentials block that can cancel what the name stands for
+    cortex_training.finished.<job id>         the flow run needed nothing more of this job
+    cortex_training.<verb>.<job id>.<seq>     an operation: "intent", then the id of its request
+    cortex_training.waiting_since.<job id>    when waiting for the job began, UTC epoch seconds
+    cortex_training.epoch.<digest>            epoch that the run's exports into a root are published under
+    cortex_training.artifact.<key>            id of the artifact that shows a training run's progress
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+from cortex_training.errors import ConfigurationError
+
+PREFIX = "cortex_training."
+Label = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class JobLabel:
+    """A job of a flow run: its id, the name and generation it was created under, the block that can reach it."""
+
+    name: str
+    generation: int
+    job_id: str
+    credentials: str | None
+    finished: bool
+
+
+@dataclass(frozen=True)
+class RootLabel:
+    """A training run that a flow run drove: its root and the block that can reach its jobs."""
+
+    root: str
+    credentials: str | None
+
+
+class RunLabels:
+    """The labels of one flow run. Keys are given and returned without the package's prefix."""
+
+    def __init__(self, flow_run_id: UUID | str) -> None:
+        self.flow_run_id = UUID(str(flow_run_id))
+
+    @classmethod
+    def of_current_run(cls, wanted_for: str) -> RunLabels:
+        """The labels of the flow run this is called in; raises ConfigurationError outside of one."""
+        found = flow_run.id
+        if not found:
+            raise ConfigurationError(
+                f"{wanted_for} was called outside a flow run: it writes down what it is about to do in the labels of "
+                "the flow run first, so that a retry can find it. Call it in a function decorated with @flow"
+            )
+        return cls(found)
+
+    async def read(self) -> dict[str, Label]:
+        """Every label that this package wrote."""
+        async with get_client() as client:
+            run = await client.read_flow_run(self.flow_run_id)
+        return {key.removeprefix(PREFIX): value for key, value in run.labels.items() if key.startswith(PREFIX)}
+
+    async def write(self, labels: Mapping[str, Label]) -> None:
+        """Add `labels`, replacing those of the same key; on return they are stored."""
+        async with get_client() as client:
+            for _ in range(3):
+                await client.update_flow_run_labels(self.flow_run_id, {PREFIX + key: labels[key] for key in labels})
+                stored = (await client.read_flow_run(self.flow_run_id)).labels
+                # The server merges by reading and writing: another task's labels, written at the same moment, can undo
+                # ours.
+                if all(stored.get(PREFIX + key) == value for key, value in labels.items()):
+                    return
+        raise RuntimeError(
+            f"labels {', '.join(sorted(labels))} of flow run {self.flow_run_id} were written three times and are not "
+            "stored; another process writes the same labels. Is the same flow run executed twice?"
+        )
+
+    async def remember(self, key: str, value: Label) -> Label:
+        """The value under `key`, which is `value` if nothing was written there yet."""
+        known = (await self.read()).get(key)
+        if known is not None:
+            return known
+        await self.write({key: value})
+        return value
+
+
+def job_key(name: str, generation: int) -> str:
+    return f"job.{name}.{generation}"
+
+
+def owner_key(subject: str) -> str:
+    return f"owner.{subject}"
+
+
+def finished_key(job_id: str) -> str:
+    return f"finished.{job_id}"
+
+
+def root_digest(root: str) -> str:
+    """A short name for a root: label keys stay short and readable whatever the path."""
+    return hashlib.sha256(root.encode()).hexdigest()[:12]
+
+
+def jobs_in(labels: Mapping[str, Any]) -> list[JobLabel]:
+    """Every job that the labels name, in order of name and generation."""
+    found = []
+    for key, value in labels.items():
+        if not key.startswith("job."):
+            continue
+        name, _, generation = key.removeprefix("job.").rpartition(".")
+        owner = labels.get(owner_key(str(value)))
+        found.append(
+            JobLabel(name, int(generation), str(value), owner, bool(labels.get(finished_key(str(value)), False)))
+        )
+    return sorted(found, key=lambda job: (job.name, job.generation))
+
+
+def roots_in(labels: Mapping[str, Any]) -> list[RootLabel]:
+    """Every root of a training run that the labels name."""
+    return [
+        RootLabel(str(value), labels.get(owner_key(key.removeprefix("root."))))
+        for key, value in sorted(labels.items())
+        if key.startswith("root.")
+    ]

@@ -1,0 +1,52 @@
+"""The service's verbs as Prefect tasks; each has a form for flows that block and, with an `a` before its name, one for
+flows that await.
+"""
+
+from prefect_cortex_training.tasks.checkpoints import aexport, apublish, asave, export, publish, save
+from prefect_cortex_training.tasks.datasets import abuild_dataset, build_dataset
+from prefect_cortex_training.tasks.jobs import (
+    acancel_job,
+    acreate_job,
+    await_until_running,
+    cancel_job,
+    create_job,
+    wait_until_running,
+)
+from prefect_cortex_training.tasks.operations import (
+    aforward_backward,
+    agenerate,
+    astep,
+    aweight_sync,
+    forward_backward,
+    generate,
+    step,
+    weight_sync,
+)
+from prefect_cortex_training.tasks.training import atrain, train
+
+__all__ = [
+    "abuild_dataset",
+    "acancel_job",
+    "acreate_job",
+    "aexport",
+    "aforward_backward",
+    "agenerate",
+    "apublish",
+    "asave",
+    "astep",
+    "atrain",
+    "await_until_running",
+    "aweight_sync",
+    "build_dataset",
+    "cancel_job",
+    "create_job",
+    "export",
+    "forward_backward",
+    "generate",
+    "publish",
+    "save",
+    "step",
+    "train",
+    "wait_until_running",
+    "weight_sync",
+]

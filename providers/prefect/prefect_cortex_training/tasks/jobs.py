@@ -1,0 +1,91 @@
+"""Jobs: create one, wait for it, end it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prefect.logging import get_run_logger
+
+from cortex_training.errors import ConfigurationError
+from cortex_training.states import job_state
+from prefect_cortex_training.credentials import connected
+from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.jobs import cancel_if_alive, find_or_create
+from prefect_cortex_training.labels import RunLabels
+
+DAY_S = 86_400.0
+
+
+async def _create_job(
+    credentials: str,
+    sub_jobs: list[dict[str, Any]],
+    *,
+    name: str = "training",
+    experiment_name: str | None = None,
+    hardware: str | None = None,
+    idle_timeout_seconds: int | None = None,
+    pending_timeout_seconds: int | None = None,
+) -> str:
+    """Create a job, or find the one that this flow run created before; returns its id.
+
+    The id is written into the flow run's labels before the job is created. A rerun therefore finds the job and asks
+    the service: one that is alive is used again, one that ended without having finished its work is replaced under the
+    next generation, and one that was never created is created now.
+
+    Args:
+        credentials: name of a `CortexTrainingCredentials` block.
+        sub_jobs: wire bodies of the sub-jobs, e.g. ``[SubJobConfig.training_job(...).to_wire()]``.
+        name: tells several jobs of one flow run apart.
+        experiment_name, hardware, idle_timeout_seconds, pending_timeout_seconds: as the service has them.
+    """
+    labels = RunLabels.of_current_run("create_job")
+    options = {
+        "experiment_name": experiment_name,
+        "hardware": hardware,
+        "idle_timeout_seconds": idle_timeout_seconds,
+        "pending_timeout_seconds": pending_timeout_seconds,
+    }
+    body = {"sub_job_configs": sub_jobs, **{key: value for key, value in options.items() if value is not None}}
+    async with connected(credentials) as client:
+        return await find_or_create(client, labels, name, body, owner=credentials, logger=get_run_logger())
+
+
+async def _wait_until_running(credentials: str, job_id: str, *, timeout_s: float = DAY_S) -> str:
+    """Wait in this process until a job runs; returns its id.
+
+    `timeout_s` counts from the first wait of the flow run for this job, not from each retry. Raises JobFailed with the
+    service's reason when the job ends instead, DeadlineExceeded when the time is over.
+    """
+    if timeout_s <= 0:
+        raise ConfigurationError.of("timeout_s", timeout_s, "give seconds above 0")
+    logger = get_run_logger()
+    labels = RunLabels.of_current_run("wait_until_running")
+    since = float(await labels.remember(f"waiting_since.{job_id}", time.time()))
+    seen: list[str] = []
+
+    def report(job: dict[str, Any]) -> None:
+        state = job_state(job.get("status"))
+        if seen[-1:] != [state]:
+            seen.append(state)
+            logger.info("job %s is %s", job_id, state)
+
+    async with connected(credentials) as client:
+        # A moment is left even to a wait that is over: the job may be running by now.
+        await client.wait_for_job(job_id, timeout_s=max(since + timeout_s - time.time(), 1.0), progress=report)
+    return job_id
+
+
+async def _cancel_job(credentials: str, job_id: str) -> str:
+    """Cancel a job and give its GPUs back; returns its id. A job that has ended, or that nobody knows, is left as it
+    is.
+    """
+    async with connected(credentials) as client:
+        await cancel_if_alive(client, job_id)
+    get_run_logger().info("job %s is cancelled", job_id)
+    return job_id
+
+
+create_job, acreate_job = task_pair("create_job", retries=3, cached=False)(_create_job)
+wait_until_running, await_until_running = task_pair("wait_until_running", retries=3)(_wait_until_running)
+cancel_job, acancel_job = task_pair("cancel_job", retries=3)(_cancel_job)

@@ -1,0 +1,82 @@
+"""What a flow run writes down, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+from cortex_training.errors import ConfigurationError
+from demo.prefect_server import PrefectServer
+from prefect_cortex_training.labels import (
+    RunLabels,
+    finished_key,
+    job_key,
+    jobs_in,
+    owner_key,
+    root_digest,
+    roots_in,
+)
+
+
+@flow
+async def write_and_read(steps: list[dict[str, Any]]) -> str:
+    labels = RunLabels.of_current_run("a test")
+    for step in steps:
+        await labels.write(step)
+    return str(flow_run.id)
+
+
+async def test_labels_are_added_and_replaced_and_can_be_read_from_elsewhere(on_server: PrefectServer) -> None:
+    run_id = await write_and_read([{"a": "1", "b": 2}, {"b": 3, "c": True}])
+    assert await RunLabels(run_id).read() == {"a": "1", "b": 3, "c": True}
+    async with get_client() as client:
+        stored = (await client.read_flow_run(UUID(run_id))).labels
+    assert stored["cortex_training.b"] == 3
+    assert "prefect.flow.id" in stored
+
+
+async def test_the_first_value_is_remembered(on_server: PrefectServer) -> None:
+    labels = RunLabels(await write_and_read([]))
+    assert await labels.remember("job", "first") == "first"
+    assert await labels.remember("job", "second") == "first"
+
+
+async def test_labels_written_at_the_same_moment_are_all_stored(on_server: PrefectServer) -> None:
+    run_id = await write_and_read([])
+    await asyncio.gather(*(RunLabels(run_id).write({f"key-{n}": n}) for n in range(12)))
+    assert await RunLabels(run_id).read() == {f"key-{n}": n for n in range(12)}
+
+
+def test_outside_a_flow_run_the_reason_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="create_job was called outside a flow run"):
+        RunLabels.of_current_run("create_job")
+
+
+def test_jobs_and_roots_are_read_with_their_owners() -> None:
+    labels = {
+        job_key("training", 0): "j0",
+        job_key("training", 10): "j10",
+        job_key("training", 2): "j2",
+        job_key("eval.v2", 0): "e0",
+        owner_key("j10"): "block",
+        finished_key("j2"): True,
+        f"root.{root_digest('/runs/a')}": "/runs/a",
+        owner_key(root_digest("/runs/a")): "block",
+        "step.j0.1": "intent",
+    }
+    jobs = jobs_in(labels)
+    assert [(job.name, job.generation, job.job_id) for job in jobs] == [
+        ("eval.v2", 0, "e0"),
+        ("training", 0, "j0"),
+        ("training", 2, "j2"),
+        ("training", 10, "j10"),
+    ]
+    assert [job.credentials for job in jobs] == [None, None, None, "block"]
+    assert [job.job_id for job in jobs if job.finished] == ["j2"]
+    assert [(root.root, root.credentials) for root in roots_in(labels)] == [("/runs/a", "block")]
