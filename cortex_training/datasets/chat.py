@@ -29,13 +29,11 @@ def conversation_renderer(template: str, special_tokens: Mapping[str, str]) -> R
     compiled = _compile(template)
 
     def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        import jinja2
-
         try:
             return str(
-                compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **special_tokens)
+                compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **special_tokens)
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program from outside and can raise anything
             raise ConfigurationError(
                 f"the chat template refuses the conversation of {len(messages)} messages: {error}"
             ) from error
