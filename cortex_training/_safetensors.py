@@ -13,10 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NoReturn
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 """Readers of the service refuse a longer header, so a writer that makes one has lost the data."""
+
+MAX_DIMENSIONS = 64
+"""As many as numpy has; fewer than would make the number of elements a number too long to compute."""
 
 ITEM_BYTES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
@@ -64,6 +68,8 @@ def encode_header(metadata: dict[str, str], tensors: Sequence[tuple[str, str, Se
     entries: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, dtype, shape, size in tensors:
+        if len(shape) > MAX_DIMENSIONS:
+            raise WireError(f"tensor {name!r} has {len(shape)} dimensions, a frame holds at most {MAX_DIMENSIONS}")
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size]}
         begin += size
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -134,25 +140,13 @@ def _tensor_info(name: str, entry: object) -> TensorInfo:
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise WireError(f"tensor {name!r} has the unsupported dtype {dtype!r}")
-    if not _is_sizes(shape):
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise WireError(f"tensor {name!r} has an invalid shape {shape!r:.80}")
     if not _is_sizes(offsets) or len(offsets) != 2:
         raise WireError(f"tensor {name!r} has invalid data_offsets {offsets!r:.80}")
-    if _bytes_of(dtype, shape, limit=offsets[1]) != offsets[1] - offsets[0]:
+    if ITEM_BYTES[dtype] * prod(shape) != offsets[1] - offsets[0]:
         raise WireError(f"tensor {name!r}: {dtype} {shape!r:.80} does not fill bytes {offsets[0]} to {offsets[1]}")
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
-
-
-def _bytes_of(dtype: str, shape: list[int], limit: int) -> int:
-    """Size of a tensor, or some number above `limit`, since the product of thousands of lengths would take minutes."""
-    if 0 in shape:
-        return 0
-    size = ITEM_BYTES[dtype]
-    for length in shape:
-        size *= length
-        if size > limit:
-            break
-    return size
 
 
 def _is_sizes(value: Any) -> bool:

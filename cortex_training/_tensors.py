@@ -87,8 +87,10 @@ class RawTensor:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:
             raise ValueError("RawTensor has no array form without a copy; use .view(dtype)")
-        values = self.float32()
-        return values if dtype is None else values.astype(dtype, copy=False)
+        import numpy as np
+
+        with np.errstate(invalid="ignore"):  # signalling NaNs are values like any other here
+            return self.float32().astype(np.float32 if dtype is None else dtype, copy=False)
 
     def __repr__(self) -> str:
         return f"RawTensor({self.dtype}, shape={self.shape})"
@@ -139,6 +141,16 @@ def is_tensor(value: object) -> bool:
 
 def is_numpy_scalar(value: object) -> bool:
     return _is_instance(value, "numpy", "generic")
+
+
+def numpy_scalar(value: Any, path: str) -> str | int | float | bool:
+    """The Python value equal to a numpy scalar, for JSON. Raises `WireError` where there is no equal one."""
+    if not is_numpy_scalar(value):
+        raise WireError(f"{path}: a {type(value).__qualname__} cannot be written as JSON")
+    dtype = value.dtype
+    if dtype.kind in "biuU" or (dtype.kind == "f" and dtype.itemsize <= 8):
+        return value.item()  # type: ignore[no-any-return]
+    raise WireError(f"{path}: a numpy scalar of dtype {dtype} has no equal JSON value; convert it first")
 
 
 def _is_instance(value: object, module: str, name: str) -> bool:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 from cortex_training._safetensors import WireError
-from cortex_training._tensors import TensorBytes, is_numpy_scalar, is_tensor, tensor_bytes
+from cortex_training._tensors import TensorBytes, is_numpy_scalar, is_tensor, numpy_scalar, tensor_bytes
 
 MAX_NESTING = 384
 """Levels of JSON arrays and objects in one document; a dict or list that holds a tensor takes three or two of them."""
@@ -25,8 +27,11 @@ PLACEHOLDER = "__dss_empty__"
 _ROOT = "__root__"
 _RESERVED = {PLACEHOLDER, "__metadata__"}
 _PLAIN = {str, int, float, bool, type(None)}
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
-_BRACKETS = str.maketrans("{}", "[]")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\(?:.|\Z)[^"\\]*+)*+"?', re.DOTALL)
+"""A JSON string, or the rest of the text if it has no end. Possessive, so that no hostile text makes it backtrack."""
+
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class TreeEncoder:
@@ -65,9 +70,10 @@ class TreeEncoder:
         if depth > MAX_NESTING:
             raise _too_deep()
         self._holds_tensor[id(value)] = None
-        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
         found = False
+        # A list of a million token ids is passed over at C speed.
         if not set(map(type, value.values() if isinstance(value, dict) else value)) <= _PLAIN:
+            items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
                 found |= self._look_below(item, _join(path, key), depth + 1)
         if isinstance(value, dict):
@@ -78,7 +84,9 @@ class TreeEncoder:
     def _check_leaf(self, value: object, path: str) -> bool:
         if is_tensor(value):
             return True
-        if not isinstance(value, str | int | float | bool | None) and not is_numpy_scalar(value):
+        if is_numpy_scalar(value):
+            numpy_scalar(value, _at(path))
+        elif not isinstance(value, str | int | float | bool | None):
             raise WireError(
                 f"{_at(path)}: a {type(value).__module__}.{type(value).__qualname__} cannot be sent; "
                 "use JSON values, numpy arrays, torch tensors, and dicts, lists and tuples of them"
@@ -144,7 +152,7 @@ def to_json(value: object, what: str) -> str:
     value.
     """
     try:
-        text = json.dumps(value, default=_numpy_scalar)
+        text = json.dumps(value, default=partial(numpy_scalar, path=what))
     except RecursionError:
         raise _too_deep() from None
     except WireError:
@@ -175,8 +183,8 @@ def nests_deeper(text: str, limit: int) -> bool:
     """
     if text.count("[") + text.count("{") <= limit:
         return False
-    brackets = re.sub(r"[^\[\]]+", "", _STRING.sub("", text).translate(_BRACKETS))
-    return max(accumulate(1 if bracket == "[" else -1 for bracket in brackets), default=0) > limit
+    brackets = _STRING.sub(b"", text.encode(errors="surrogatepass")).translate(None, _NOT_BRACKETS)
+    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > limit
 
 
 def decode_tree(node: object, tensor: Callable[[str], Any]) -> Any:
@@ -211,16 +219,9 @@ def _decode_dict(pairs: list[Any], tensor: Callable[[str], Any]) -> dict[str, An
 
 
 def _scalar(value: Any, name: str) -> Any:
-    if tuple(value.shape) != (1,):
+    if prod(value.shape) != 1:
         raise WireError(f"tensor {name!r} is marked as a scalar but has shape {tuple(value.shape)}")
     return value.reshape(())
-
-
-def _numpy_scalar(value: Any) -> int | float | bool | str:
-    kind = value.dtype.kind
-    if kind in "iub" or (kind == "f" and value.dtype.itemsize <= 8):
-        return value.item()  # type: ignore[no-any-return]
-    raise WireError(f"a numpy scalar of dtype {value.dtype} cannot be sent exactly as JSON; convert it first")
 
 
 def _join(path: str, key: object) -> str:
