@@ -8,19 +8,26 @@ from cortex_training.publication.errors import (
     PublicationError,
     RootError,
     SaveError,
+    SaveGone,
     StoreError,
 )
-from cortex_training.publication.export import download_checkpoint
+from cortex_training.publication.export import download_checkpoint, export_save
+from cortex_training.publication.frameworks import FRAMEWORKS, Framework
 from cortex_training.publication.log import Epoch, PublicationLog
+from cortex_training.publication.probe import probe
+from cortex_training.publication.prune import prune
 from cortex_training.publication.roots import open_store
 from cortex_training.publication.save import SavedFile, SaveManifest
 from cortex_training.publication.store import Listing, PosixStore, Store
+from cortex_training.publication.watch import Watch
 
 __all__ = [
+    "FRAMEWORKS",
     "CredentialsError",
     "DownloadError",
     "Entry",
     "Epoch",
+    "Framework",
     "Listing",
     "LogError",
     "PosixStore",
@@ -31,7 +38,12 @@ __all__ = [
     "SaveManifest",
     "SavedFile",
     "Store",
+    "SaveGone",
     "StoreError",
+    "Watch",
     "download_checkpoint",
+    "export_save",
     "open_store",
+    "probe",
+    "prune",
 ]

@@ -25,6 +25,10 @@ class SaveError(PublicationError):
     """A save that is missing, outside the root, or whose marker or manifest is broken."""
 
 
+class SaveGone(SaveError):
+    """A save that is not there, or was removed while it was being published."""
+
+
 class CredentialsError(PublicationError):
     """A credential source that is malformed or wrong, or a list of sources of which none answered."""
 

@@ -7,6 +7,7 @@ is fetched by a session that carries no credentials of ours.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import re
@@ -24,7 +25,8 @@ from cortex_training.paths import safe_relative
 from cortex_training.publication import durable
 from cortex_training.publication.errors import DownloadError
 from cortex_training.publication.quiet import quiet_libraries
-from cortex_training.publication.save import MANIFEST_NAME, SavedFile
+from cortex_training.publication.save import MANIFEST_NAME, SavedFile, SaveManifest
+from cortex_training.publication.store import Store
 
 #: Called with bytes downloaded so far and bytes in all.
 Progress = Callable[[int, int], None]
@@ -96,6 +98,30 @@ def download_checkpoint(
             raise DownloadError(
                 f"download checkpoint {checkpoint_id} of job {job_id} to {folder}: {problem.strerror or problem}"
             ) from problem
+
+
+def export_save(
+    client: ExportingClient,
+    store: Store,
+    save: str,
+    manifest: SaveManifest,
+    progress: Progress | None = None,
+    *,
+    proxy: str | None = None,
+    ca_bundle: str | None = None,
+) -> SaveManifest:
+    """Bring a weights-only checkpoint into the folder `save` of a root, its manifest last; the manifest with its files.
+
+    Called again after a crash it goes on with what is there (in a bucket: begins anew). What remains is to publish it.
+    Raises what :func:`download_checkpoint` raises, and StoreError.
+    """
+    with store.staged(save) as folder:
+        files = download_checkpoint(
+            client, manifest.job_id, manifest.checkpoint_id, folder, progress, proxy=proxy, ca_bundle=ca_bundle
+        )
+    complete = dataclasses.replace(manifest, files=tuple(files))
+    complete.write(store, save)
+    return complete
 
 
 class _Download:

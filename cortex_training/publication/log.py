@@ -12,7 +12,7 @@ from typing import Any
 
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication.entries import MAX_NUMBER, Entry
-from cortex_training.publication.errors import LogError, SaveError
+from cortex_training.publication.errors import LogError, SaveGone
 from cortex_training.publication.roots import open_store
 from cortex_training.publication.store import Store
 
@@ -55,17 +55,17 @@ class PublicationLog:
         """Publish the save at path `save` below the root; durable on return.
 
         Returns the entry, and whether this call created it: False means it was there already, which is success too.
-        Publish only a save that is complete. Raises SaveError when there is no such save, ConfigurationError when its
+        Publish only a save that is complete. Raises SaveGone when there is no such save, ConfigurationError when its
         path, epoch or step cannot be written as a name; nothing is created then.
         """
         entry = Entry.of(epoch, step, save, self.store.root, self.store.longest_name(PUBLICATIONS))
         if not self.store.holds_save(save):
-            raise SaveError(f"publish {entry.location}: there is no such save; publish it once it is complete")
+            raise SaveGone(f"publish {entry.location}: there is no such save; publish it once it is complete")
         created = self.store.create(f"{PUBLICATIONS}/{entry.name}")
         # A prune may have removed the folder since we looked, and listed pub/ before our entry was there to be seen.
         if created and not self.store.holds_save(save):
             self.withdraw(entry)
-            raise SaveError(f"publish {entry.location}: the save was removed while it was being published")
+            raise SaveGone(f"publish {entry.location}: the save was removed while it was being published")
         return entry, created
 
     def withdraw(self, entry: Entry) -> None:

@@ -54,6 +54,10 @@ class S3Store:
     def root(self) -> str:
         return self.location.url
 
+    @property
+    def opened_with(self) -> str:
+        return self.connection.source
+
     def until(self, deadline: float) -> S3Store:
         return dataclasses.replace(self, deadline=deadline)
 
@@ -236,6 +240,7 @@ class S3Store:
 
     def _perform(self, client: Any, operation: str, arguments: Mapping[str, Any], doing: str) -> Mapping[str, Any]:
         from botocore import exceptions
+        from botocore.parsers import ResponseParserError
 
         with quiet_libraries():
             try:
@@ -249,7 +254,7 @@ class S3Store:
                 raise StoreError(f"{doing}: TLS failed: {fault}") from None
             except (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError) as fault:
                 raise _NoReply(f"no reply ({type(fault).__name__})") from None
-            except exceptions.ResponseParserError:
+            except ResponseParserError:
                 raise StoreError(f"{doing}: the answer is not S3's; check the endpoint") from None
             except exceptions.BotoCoreError as fault:
                 raise StoreError(f"{doing}: {fault}") from None

@@ -39,6 +39,10 @@ class Store(Protocol):
     def root(self) -> str:
         """The absolute path or the ``s3://`` URL of the root."""
 
+    @property
+    def opened_with(self) -> str:
+        """The source of the credentials in use, ``kind:location``; "" for a store that needs none."""
+
     def create(self, name: str, data: bytes = b"") -> bool:
         """Create a record if there is none. True: it is ours and durable. False: the name exists, untouched."""
 
@@ -95,6 +99,10 @@ class PosixStore:
     @property
     def root(self) -> str:
         return self._root
+
+    @property
+    def opened_with(self) -> str:
+        return ""
 
     def __repr__(self) -> str:
         return f"PosixStore({self._root!r})"

@@ -1,0 +1,57 @@
+"""Find out, before a job depends on it, that a store takes, gives back, refuses, lists and removes records."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+
+from cortex_training.publication.errors import StoreError
+from cortex_training.publication.log import PUBLICATIONS
+from cortex_training.publication.store import Store
+
+
+def probe(store: Store) -> None:
+    """Try every kind of request on an object of a random name beside ``pub/``, and remove it again.
+
+    Raises StoreError ``store: probe: <write|read|conditional write|list|delete>: …`` for the first that fails, and
+    CredentialsError.
+    """
+    name = f".cortex-probe-{secrets.token_hex(12)}"
+    data = secrets.token_bytes(32)
+    with _step("write"):
+        store.write(name, data)
+    try:
+        with _step("read"):
+            _read_back(store, name, data)
+        with _step("conditional write"):
+            if store.create(name, data):
+                raise StoreError(
+                    f"{store.locate(name)} was there, and a put with If-None-Match: * was accepted all the same; "
+                    "this store can't tell who came first, so two jobs would overwrite each other. Use another store"
+                )
+        with _step("list"):
+            store.listing(PUBLICATIONS)
+    except BaseException:
+        with contextlib.suppress(StoreError):
+            store.remove(name)
+        raise
+    with _step("delete"):
+        store.remove(name)
+
+
+def _read_back(store: Store, name: str, data: bytes) -> None:
+    try:
+        found = store.read(name)
+    except FileNotFoundError:
+        raise StoreError(f"{store.locate(name)} was written, and is not there") from None
+    if found != data:
+        raise StoreError(f"{store.locate(name)} was read back as other bytes than were written")
+
+
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError as problem:
+        raise StoreError(f"store: probe: {name}: {str(problem).removeprefix('store: ')}") from None

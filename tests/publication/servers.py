@@ -1,0 +1,181 @@
+"""Servers the publication tests talk to, and what they put there."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from cortex_training.publication import Store
+
+REGION = "us-east-1"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """An S3-compatible server that is running, and the keys of a user who may use it."""
+
+    port: int
+    access_key_id: str
+    secret_access_key: str
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> Any:
+        """A client that does not go through the code under test."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name=REGION,
+            aws_access_key_id=self.access_key_id,
+            aws_secret_access_key=self.secret_access_key,
+            config=Config(proxies={}, s3={"addressing_style": "path"}),
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_secret(directory: Path, **fields: str) -> str:
+    """A directory of credentials, closed as ``file:`` wants it; the source's spelling."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for name, value in fields.items():
+        path = directory / name
+        path.write_text(value)
+        path.chmod(0o600)
+    return f"file:{directory}"
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests that `matches`; see FaultProxy for `action`."""
+
+    matches: Callable[[str, str], bool]
+    action: str
+    times: int = 1
+    met: int = 0
+
+
+@dataclass
+class FaultProxy:
+    """Stands in front of a server and spoils chosen requests.
+
+    Actions: ``drop before`` closes the connection unsent · ``drop after`` closes it once the server has carried the
+    request out · ``status CODE NAME`` answers so, with S3's error document · ``pretend`` answers 200 unsent.
+    """
+
+    target_port: int
+    faults: list[Fault] = field(default_factory=list)
+    seen: list[tuple[str, str, int]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    port: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def spoil(self, method: str, part: str, action: str, times: int = 1) -> Fault:
+        fault = Fault(lambda verb, path: verb == method and part in path, action, times)
+        self.faults.append(fault)
+        return fault
+
+    def action_for(self, method: str, path: str) -> str | None:
+        with self.lock:
+            for fault in self.faults:
+                if fault.met < fault.times and fault.matches(method, path):
+                    fault.met += 1
+                    return fault.action
+        return None
+
+
+class FaultHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: FaultProxy
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        action = self.proxy.action_for(self.command, self.path)
+        self.proxy.headers.append(dict(self.headers))
+        if action == "drop before":
+            self._drop(0)
+        elif action == "pretend":
+            self._answer(200, b"")
+        elif action and action.startswith("status "):
+            _, status, code = action.split()
+            self._answer(int(status), f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode())
+        else:
+            upstream = http.client.HTTPConnection("127.0.0.1", self.proxy.target_port, timeout=30)
+            upstream.request(self.command, self.path, body=body, headers=dict(self.headers))
+            reply = upstream.getresponse()
+            content = reply.read()
+            upstream.close()
+            if action == "drop after":
+                self._drop(reply.status)
+            else:
+                self._answer(reply.status, content, dict(reply.getheaders()))
+
+    def _drop(self, status: int) -> None:
+        self.proxy.seen.append((self.command, self.path, -status))
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.proxy.seen.append((self.command, self.path, status))
+        self.send_response_only(status)
+        length = len(content)
+        for name, value in (headers or {}).items():
+            if self.command == "HEAD" and name.lower() == "content-length":
+                length = int(value)
+            elif name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _serve
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[int]:
+    """A server on a free port of this machine, in threads of this process."""
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def put_save(store: Store, save: str, marker: str = "weights.safetensors", data: bytes = b"weights") -> str:
+    """A folder with a file in it, which is all that publish asks of a save."""
+    store.write(f"{save}/{marker}", data)
+    return save
+
+
+def rclone() -> str | None:
+    """A store that takes conditional writes and ignores the condition, where it is installed."""
+    return shutil.which("rclone")
