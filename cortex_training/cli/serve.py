@@ -1,0 +1,139 @@
+"""`cortex-training serve` and `cortex-training models`: the local service."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add the commands to an argparse object that ``add_subparsers`` returned."""
+    _add_serve(subparsers)
+    _add_models(subparsers)
+
+
+def _add_serve(subparsers: Any) -> None:
+    serve = subparsers.add_parser("serve", help="run the local service, which really trains on this machine's CPU")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
+    serve.add_argument("--port", type=int, default=8484, help="port to listen on; 0 for a free one (default: 8484)")
+    serve.add_argument("--endpoint", default="cortex-training", help="last part of the API's path")
+    serve.add_argument("--token", help="accept this token alone (default: any token, or none)")
+    serve.add_argument("--data-dir", type=Path, help="where checkpoints live (default: a folder deleted at the end)")
+    serve.add_argument(
+        "--model", action="append", default=[], metavar="ID=PATH", help="run this model id from a local folder"
+    )
+    serve.add_argument("--strict-models", action="store_true", help="refuse models that are not here; no tiny stand-in")
+    serve.add_argument("--gpus", type=int, default=16, help="simulated GPUs of each hardware type (default: 16)")
+    serve.add_argument("--threads", type=int, default=1, help="torch's threads (default: 1)")
+    serve.add_argument("--execution-log", type=Path, help="append one JSON line per executed operation to this file")
+    serve.add_argument("--placing-seconds", type=float, default=0.05, help="how long a job stays placing")
+    serve.add_argument(
+        "--timeout-scale", type=float, default=1.0, help="multiply jobs' idle and pending timeouts by this"
+    )
+    serve.add_argument(
+        "--export-seconds", type=float, default=3600.0, help="how long export links live (default: 3600)"
+    )
+    serve.add_argument(
+        "--result-chunk-bytes", type=int, default=1024 * 1024, help="deliver larger results in chunks of this size"
+    )
+    serve.add_argument("--max-partial-bytes", type=int, default=2 * 1024**3, help="memory for incomplete chunk groups")
+    serve.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="QUESTION=ANSWER",
+        help="how to behave where the real service is not known",
+    )
+    serve.add_argument(
+        "--json-ready", action="store_true", help="print one JSON line when ready, and nothing else on stdout"
+    )
+    serve.set_defaults(handler=run_serve)
+
+
+def _add_models(subparsers: Any) -> None:
+    models = subparsers.add_parser("models", help="models of the local service")
+    actions = models.add_subparsers(dest="action", required=True)
+    prepare = actions.add_parser("prepare", help="build a model's folder, or find it, and print its path")
+    prepare.add_argument("name", help="tiny or smollm2-135m-instruct")
+    prepare.set_defaults(handler=run_models_prepare)
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Serve until a signal ends it. Returns 1 after saying why on stderr when it cannot start."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        from cortex_training.local.assumptions import Assumptions
+        from cortex_training.local.server import ready_line, serve
+        from cortex_training.local.settings import ServiceSettings
+    except ModuleNotFoundError as error:
+        print(
+            f"error: the local service needs {error.name}; pip install 'cortex-training-client[local]'", file=sys.stderr
+        )
+        return 1
+    try:
+        settings = ServiceSettings(
+            data_dir=options.data_dir.resolve()
+            if options.data_dir
+            else Path(tempfile.mkdtemp(prefix="cortex-training-")),
+            host=options.host,
+            port=options.port,
+            endpoint=options.endpoint,
+            token=options.token,
+            gpus_per_hardware=options.gpus,
+            threads=options.threads,
+            models=dict(_model_folder_option(option) for option in options.model),
+            strict_models=options.strict_models,
+            execution_log=options.execution_log,
+            placing_s=options.placing_seconds,
+            timeout_scale=options.timeout_scale,
+            export_link_s=options.export_seconds,
+            result_chunk_bytes=options.result_chunk_bytes,
+            max_partial_bytes=options.max_partial_bytes,
+            assumptions=Assumptions().with_choices(options.assume),
+        )
+
+        def announce(base_url: str) -> None:
+            print(ready_line(base_url, settings) if options.json_ready else _greeting(base_url, options), flush=True)
+
+        serve(settings, announce=announce, keep_data=options.data_dir is not None)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_models_prepare(options: argparse.Namespace) -> int:
+    """Print the folder of a model. Returns 1 after saying why on stderr when there is none."""
+    from cortex_training.local.models import model_folder
+
+    try:
+        print(model_folder(options.name))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _model_folder_option(option: str) -> tuple[str, Path]:
+    name, separator, path = option.partition("=")
+    folder = Path(path).expanduser().resolve()
+    if not separator or not name or not path:
+        raise ValueError(f"--model {option!r}: must be ID=PATH, such as Qwen/Qwen3-0.6B=/models/qwen3-0.6b")
+    if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+        raise ValueError(f"--model {option!r}: {folder} holds no config.json with *.safetensors")
+    return name, folder
+
+
+def _greeting(base_url: str, options: argparse.Namespace) -> str:
+    token = "the token you gave" if options.token else "any token"
+    return (
+        f"The local Cortex Training service listens on {base_url}\n"
+        f"  client:  CortexTrainingClient({base_url!r}, database='LOCAL', schema='PUBLIC')\n"
+        f"  shell:   export CORTEX_TRAINING_BASE_URL={base_url}"
+        " CORTEX_TRAINING_DATABASE=LOCAL CORTEX_TRAINING_SCHEMA=PUBLIC\n"
+        f"  accepts {token}; Ctrl-C ends it"
+    )

@@ -1,0 +1,273 @@
+"""The HTTP surface: routes, bodies, headers. What a call means is decided behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cortex_training.local.jobs import Job
+from cortex_training.local.refusals import Refusal
+from cortex_training.local.service import Service
+
+_log = logging.getLogger("cortex_training.local")
+_TOKEN = re.compile(r'(?:Bearer\s+(?P<bearer>\S+)|Snowflake\s+Token="(?P<session>[^"]*)")', re.IGNORECASE)
+_JSON_BODY_BYTES = 8 * 1024 * 1024
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application of a service."""
+    calls = Calls(service)
+    prefix = f"/api/v2/databases/{{database}}/schemas/{{schema}}/{service.settings.endpoint}"
+    job = prefix + "/{job_id}"
+
+    def route(path: str, method: str, handler: Handler) -> Route:
+        return Route(path, handler, methods=[method])
+
+    routes = [
+        route(prefix, "POST", calls.create_job),
+        route(prefix + "/", "POST", calls.create_job),
+        route(prefix, "GET", calls.list_jobs),
+        route(prefix + "/", "GET", calls.list_jobs),
+        route(prefix + "/capacity", "GET", calls.capacity),
+        route(prefix + "/{job_id}:cancel", "POST", calls.cancel_job),
+        route(job, "GET", calls.get_job),
+        route(job + "/experiment-run", "GET", calls.experiment_run),
+        route(job + "/checkpoints", "GET", calls.list_checkpoints),
+        route(job + "/checkpoints/{checkpoint_id}:export", "POST", calls.export_checkpoint),
+        route(job + "/checkpoints/{checkpoint_id}", "DELETE", calls.delete_checkpoint),
+        route(job + "/forward-backward", "POST", calls.forward_backward),
+        route(job + "/generate", "POST", calls.generate),
+        route(job + "/step", "POST", calls.step),
+        route(job + "/save", "POST", calls.save),
+        route(job + "/load", "POST", calls.load),
+        route(job + "/operation", "POST", calls.operation),
+        route(job + "/requests/{request_id}", "GET", calls.poll),
+        route("/exports/{token}/{name:path}", "GET", calls.exported_file),
+    ]
+
+    @asynccontextmanager
+    async def running(_: Starlette) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            service.stop()
+
+    app = Starlette(
+        routes=routes,
+        lifespan=running,
+        exception_handlers={Refusal: _refused, HTTPException: _http_exception, Exception: _unexpected},
+    )
+    return _FrontDoor(app, service)
+
+
+class Calls:
+    """One method a route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create_job(self, request: Request) -> Response:
+        body = await self._json_body(request)
+        return JSONResponse(self._service.create_job(*_scope_of(request), body))
+
+    async def list_jobs(self, request: Request) -> Response:
+        return JSONResponse(self._service.list_jobs(*_scope_of(request), request.query_params.get("status")))
+
+    async def get_job(self, request: Request) -> Response:
+        return JSONResponse(self._job(request).describe())
+
+    async def cancel_job(self, request: Request) -> Response:
+        return JSONResponse(self._service.cancel_job(self._job(request)))
+
+    async def capacity(self, request: Request) -> Response:
+        return JSONResponse(self._service.capacity(request.query_params.get("hardware")))
+
+    async def experiment_run(self, request: Request) -> Response:
+        return JSONResponse(self._service.experiment_run(self._job(request)))
+
+    async def list_checkpoints(self, request: Request) -> Response:
+        saved = self._service.checkpoints.of_job(self._job(request).job_id)
+        return JSONResponse({"checkpoints": [checkpoint.summary() for checkpoint in saved]})
+
+    async def export_checkpoint(self, request: Request) -> Response:
+        job_id, checkpoint_id = self._job(request).job_id, request.path_params["checkpoint_id"]
+        checkpoint = self._service.checkpoints.find(job_id, checkpoint_id)
+        base_url = f"{request.url.scheme}://{request.url.netloc}"
+        return JSONResponse(self._service.export_links.create(checkpoint, base_url))
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        await self._service.delete_checkpoint(self._job(request).job_id, request.path_params["checkpoint_id"])
+        return Response(status_code=204)
+
+    async def forward_backward(self, request: Request) -> Response:
+        job = self._job(request)
+        return JSONResponse(await self._service.data_plane.forward_backward(job, await self._frame_body(request)))
+
+    async def generate(self, request: Request) -> Response:
+        job = self._job(request)
+        return JSONResponse(await self._service.data_plane.generate(job, await self._frame_body(request)))
+
+    async def step(self, request: Request) -> Response:
+        job = self._job(request)
+        return JSONResponse(self._service.data_plane.step(job, await self._json_object(request)))
+
+    async def save(self, request: Request) -> Response:
+        job = self._job(request)
+        return JSONResponse(self._service.data_plane.save(job, await self._json_object(request)))
+
+    async def load(self, request: Request) -> Response:
+        job = self._job(request)
+        return JSONResponse(self._service.data_plane.load(job, await self._json_object(request)))
+
+    async def operation(self, request: Request) -> Response:
+        job = self._job(request)
+        return JSONResponse(await self._service.generic_operation.run(job, await self._json_object(request)))
+
+    async def poll(self, request: Request) -> Response:
+        cursor, max_events = request.query_params.get("cursor"), request.query_params.get("max_events")
+        return JSONResponse(
+            self._service.poll(self._job(request), request.path_params["request_id"], cursor, max_events)
+        )
+
+    async def exported_file(self, request: Request) -> Response:
+        """Asks for no credentials: the link is the credential."""
+        path = self._service.export_links.open(request.path_params["token"], request.path_params["name"])
+        return FileResponse(path, media_type="application/octet-stream")
+
+    def _job(self, request: Request) -> Job:
+        return self._service.job(*_scope_of(request), request.path_params["job_id"])
+
+    async def _json_object(self, request: Request) -> dict[str, Any]:
+        body = await self._json_body(request)
+        if not isinstance(body, dict):
+            raise Refusal(400, f"the body must be a JSON object, got {type(body).__name__}")
+        return body
+
+    async def _json_body(self, request: Request) -> Any:
+        raw = await _read_body(request, _JSON_BODY_BYTES)
+        if not raw:
+            return {}
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # A web page can make a browser send anything but this type to another site unasked.
+            raise Refusal(415, "the body must be application/json")
+        try:
+            return json.loads(raw, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from None
+
+    async def _frame_body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in ("application/octet-stream", "application/json"):
+            raise Refusal(415, f"the body must be application/octet-stream, got {kind!r:.100}")
+        raw = await _read_body(request, self._service.settings.max_body_bytes)
+        if not raw:
+            raise Refusal(400, "the body is empty; a DSSST1 frame was expected")
+        return raw
+
+
+class _FrontDoor:
+    """Before and after every call: the request id header, the Host check, the credentials."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._token = service.settings.token
+        self._hosts = {"localhost", "127.0.0.1", "::1", "testserver", service.settings.host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-snowflake-request-id", str(uuid.uuid4()).encode())]
+            await send(message)
+
+        refusal = self._refusal(Request(scope))
+        if refusal is not None:
+            await _json_of(refusal)(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
+
+    def _refusal(self, request: Request) -> Refusal | None:
+        host = request.headers.get("host", "")
+        name = (
+            host[: host.rindex("]") + 1].strip("[]") if host.startswith("[") and "]" in host else host.partition(":")[0]
+        )
+        if name.lower() not in self._hosts:
+            # A page of another site whose name was made to point here would arrive with its own name.
+            return Refusal(421, f"this service does not answer for the host {name!r:.100}")
+        if self._token is None or request.url.path.startswith("/exports/"):
+            return None
+        match = _TOKEN.fullmatch(request.headers.get("authorization", "").strip())
+        given = (match["bearer"] or match["session"] or "") if match else ""
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return Refusal(401, "the token is missing or is not the one this service was started with", code="390100")
+        return None
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """Read a body of at most `limit` bytes. Raises Refusal (413) as soon as it is known to be longer."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise Refusal(413, f"the body has {int(declared)} bytes; at most {limit} are taken here")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise Refusal(413, f"the body is longer than {limit} bytes")
+            parts.append(part)
+    except ClientDisconnect:
+        raise Refusal(400, "the caller went away before its body had arrived") from None
+    return b"".join(parts)
+
+
+def _scope_of(request: Request) -> tuple[str, str]:
+    return request.path_params["database"], request.path_params["schema"]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _json_of(refusal: Refusal) -> JSONResponse:
+    headers = {"connection": "close"} if refusal.status == 413 else None
+    return JSONResponse(refusal.body(), refusal.status, headers=headers)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    if not isinstance(error, Refusal):
+        raise error
+    return _json_of(error)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse({"code": error.status_code, "message": message}, error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    await asyncio.sleep(0)
+    return JSONResponse({"code": 500, "message": f"the service failed: {type(error).__name__}: {error}"}, 500)

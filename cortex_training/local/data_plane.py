@@ -1,0 +1,242 @@
+"""forward-backward, step, save, load and generate: the calls that run in a job's sub-jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from cortex_training import wire
+from cortex_training.local.checkpoints import Checkpoint, CheckpointStore, new_checkpoint_id
+from cortex_training.local.chunks import Chunk
+from cortex_training.local.generation_request import read_generation_request
+from cortex_training.local.jobs import Job, SubJob
+from cortex_training.local.operations import Operations, Outcome, finite
+from cortex_training.local.refusals import Refusal, bad_field
+from cortex_training.local.requests import Delivery, Execution
+from cortex_training.local.tuning import number
+
+CHECKPOINT_TYPES = ("resumable", "weights-only")
+
+
+class DataPlane:
+    """One method a call. Each checks what it was sent and returns the reply with the request id to poll."""
+
+    def __init__(self, operations: Operations, checkpoints: CheckpointStore) -> None:
+        self._operations = operations
+        self._checkpoints = checkpoints
+        self._assumptions = operations.settings.assumptions
+
+    async def forward_backward(self, job: Job, body: bytes) -> dict[str, Any]:
+        job.require_running("forward-backward")
+        sub_job = _training(job)
+
+        async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
+            value, sha256 = await asyncio.to_thread(_decode, frame, chunk)
+            job.require_running("forward-backward")
+            execution = _execution("forward-backward", job, sub_job, delivery, chunk, sha256)
+            engine = sub_job.engine
+
+            def work() -> Outcome:
+                loss = engine.forward_backward(value)
+                result = {
+                    "job_id": job.job_id,
+                    "avg_loss": loss.avg_loss,
+                    "metrics": loss.metrics,
+                    "post_process_outputs": {},
+                }
+                return Outcome(result, {"loss": loss.avg_loss, "global_steps": engine.global_steps})
+
+            return execution, self._operations.submit(job, sub_job, execution, work)
+
+        return await self._operations.submit_framed(job, sub_job, body, start)
+
+    def step(self, job: Job, body: dict[str, Any]) -> dict[str, Any]:
+        job.require_running("step")
+        _known_keys(body, "learning_rate")
+        learning_rate = body.get("learning_rate")
+        if learning_rate is not None:
+            learning_rate = number("learning_rate", learning_rate)
+        sub_job = _training(job)
+        engine = sub_job.engine
+
+        def work() -> Outcome:
+            result = engine.step(learning_rate)
+            return Outcome(result, {"global_steps": result["global_steps"], "loss": engine.last_loss})
+
+        return self._operations.submit(job, sub_job, _execution("step", job, sub_job), work)
+
+    def save(self, job: Job, body: dict[str, Any]) -> dict[str, Any]:
+        """A `checkpoint_id` in the body has no effect, as on the service: the result's counts."""
+        job.require_running("save")
+        _known_keys(body, "checkpoint_id", "checkpoint_type")
+        kind = body.get("checkpoint_type") or "resumable"
+        kind = kind.lower() if isinstance(kind, str) else kind
+        if kind not in CHECKPOINT_TYPES:
+            raise bad_field("checkpoint_type", kind, f"must be {' or '.join(CHECKPOINT_TYPES)}")
+        sub_job = _training(job)
+        engine = sub_job.engine
+
+        def work() -> Outcome:
+            steps = engine.global_steps
+            by_step = self._assumptions.checkpoint_ids == "global_step"
+            wanted = Checkpoint(
+                job_id=job.job_id,
+                sub_job_id=sub_job.sub_job_id,
+                checkpoint_id=f"global_step{steps}" if by_step else new_checkpoint_id(),
+                checkpoint_type=kind,
+                global_steps=steps,
+                avg_loss=finite(engine.last_loss),
+                created_at=time.time(),
+                n_gpus=sub_job.spec.n_gpus,
+                folder=Path(),
+            )
+            fill = engine.save_resumable if kind == "resumable" else engine.save_weights
+            saved = self._checkpoints.write(wanted, fill)
+            record = {"global_steps": steps, "loss": engine.last_loss, "checkpoint_id": saved.checkpoint_id}
+            return Outcome(self._save_result(saved), record, then=lambda: self._checkpoints.add(saved))
+
+        return self._operations.submit(job, sub_job, _execution("save", job, sub_job), work)
+
+    def load(self, job: Job, body: dict[str, Any]) -> dict[str, Any]:
+        job.require_running("load")
+        _known_keys(body, "checkpoint_id", "source_job_id", "target_sub_job_id")
+        for name in ("checkpoint_id", "source_job_id", "target_sub_job_id"):
+            if body.get(name) is not None and not isinstance(body[name], str):
+                raise bad_field(name, body[name], "must be a text")
+        if not body.get("checkpoint_id"):
+            raise bad_field("checkpoint_id", body.get("checkpoint_id"), "must name a checkpoint")
+        target = body.get("target_sub_job_id")
+        sub_job = _training(job) if target is None else job.sub_job(target)
+        if sub_job is None:
+            raise Refusal(400, f"target_sub_job_id: {target!r} does not belong to session {job.job_id}")
+        if sub_job.spec.kind != "training":
+            raise Refusal(
+                501, f"target_sub_job_id: {target} is a {sub_job.spec.kind} sub-job; only training sub-jobs load"
+            )
+        checkpoint = self._checkpoints.find(body.get("source_job_id") or job.job_id, body["checkpoint_id"])
+        refuse_other_size(checkpoint, sub_job)
+        engine, name = sub_job.engine, sub_job.sub_job_id
+
+        def work() -> Outcome:
+            engine.load(checkpoint.folder)
+            result = {
+                "job_id": name,
+                "checkpoint_id": checkpoint.checkpoint_id,
+                "source_job_id": checkpoint.job_id,
+                "global_steps": engine.global_steps,
+            }
+            return Outcome(result, {"global_steps": engine.global_steps, "checkpoint_id": checkpoint.checkpoint_id})
+
+        return self._operations.submit(job, sub_job, _execution("load", job, sub_job), work)
+
+    async def generate(self, job: Job, body: bytes) -> dict[str, Any]:
+        """Takes a DSSST1 frame, whole or in chunks, or the same object as JSON."""
+        job.require_running("generate")
+        sub_job = job.first_of("sampling")
+        if sub_job is None:
+            raise Refusal(400, f"job {job.job_id} has no sampling sub-job")
+
+        async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
+            value, sha256 = await asyncio.to_thread(_decode, frame, chunk)
+            return self._submit_generate(
+                job, sub_job, value, _execution("generate", job, sub_job, delivery, chunk, sha256)
+            )
+
+        if is_json_object(body):
+            value = await asyncio.to_thread(_decode_json, body)
+            return self._submit_generate(job, sub_job, value, _execution("generate", job, sub_job))[1]
+        return await self._operations.submit_framed(job, sub_job, body, start)
+
+    def _submit_generate(
+        self, job: Job, sub_job: SubJob, value: object, execution: Execution
+    ) -> tuple[Execution, dict[str, Any]]:
+        prompts = read_generation_request(value)
+        job.require_running("generate")
+        engine = sub_job.engine
+
+        def work() -> Outcome:
+            results = engine.generate(prompts, execution.stop.is_set)
+            if execution.delivery.framed:
+                results = [engine.as_tensors(result) for result in results]
+            return Outcome({"job_id": job.job_id, "results": results}, {"prompts": len(prompts)})
+
+        return execution, self._operations.submit(job, sub_job, execution, work)
+
+    def _save_result(self, saved: Checkpoint) -> dict[str, Any]:
+        tag = f"global_step{saved.global_steps}"
+        stage_path = f"s3://local/{saved.job_id}/checkpoints/{saved.checkpoint_id}/{tag}/"
+        result: dict[str, Any] = {
+            "job_id": saved.sub_job_id,
+            "stage_path": stage_path,
+            "checkpoint_path": str(saved.folder),
+            "checkpoint_tag": tag,
+            "version": 1.0,
+        }
+        if self._assumptions.save_result == "full":
+            result |= {
+                "checkpoint_id": saved.checkpoint_id,
+                "checkpoint_type": saved.checkpoint_type,
+                "global_steps": saved.global_steps,
+            }
+        return result
+
+
+def refuse_other_size(checkpoint: Checkpoint, sub_job: SubJob) -> None:
+    """The optimizer's state is split over GPUs and cannot be resized. Raises Refusal (400)."""
+    spec = sub_job.spec
+    if checkpoint.checkpoint_type == "resumable" and spec.load_optimizer_states and checkpoint.n_gpus != spec.n_gpus:
+        raise Refusal(
+            400,
+            f"checkpoint {checkpoint.checkpoint_id} was saved on {checkpoint.n_gpus} GPUs and {sub_job.sub_job_id} has "
+            f"{spec.n_gpus}; create the sub-job with load_optimizer_states: false to load its weights alone",
+        )
+
+
+def is_json_object(body: bytes) -> bool:
+    """Tell JSON from a frame, whose first eight bytes are a length and whose header begins after them."""
+    return body[:64].lstrip()[:1] == b"{" and body[8:9] != b"{"
+
+
+def _decode_json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+
+
+def _decode(frame: bytes, chunk: Chunk | None) -> tuple[Any, str]:
+    """The frame's value with torch tensors, and its SHA-256. In a thread; torch is loaded, because the job runs."""
+    sha256 = chunk.logical_sha256 if chunk is not None else hashlib.sha256(frame).hexdigest()
+    try:
+        return wire.loads(frame, framework="torch"), sha256
+    except wire.WireError as error:
+        raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
+
+
+def _training(job: Job) -> SubJob:
+    sub_job = job.first_of("training")
+    if sub_job is None:
+        raise Refusal(400, f"job {job.job_id} has no training sub-job")
+    return sub_job
+
+
+def _execution(
+    operation: str,
+    job: Job,
+    sub_job: SubJob,
+    delivery: Delivery | None = None,
+    chunk: Chunk | None = None,
+    sha256: str | None = None,
+) -> Execution:
+    group_id = chunk.group_id if chunk is not None else None
+    return Execution(operation, job.job_id, sub_job.sub_job_id, delivery or Delivery(), group_id, sha256)
+
+
+def _known_keys(body: dict[str, Any], *known: str) -> None:
+    unknown = sorted(set(body) - set(known))
+    if unknown:
+        raise Refusal(400, f"unknown field {unknown[0]!r}; the fields are {', '.join(known)}")

@@ -1,0 +1,147 @@
+"""A causal language model from a folder, with or without a LoRA adapter, and its weights under their plain names."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Nothing in this process ever asks a model hub for anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cortex_training.local.engine.randomness import RandomStream
+from cortex_training.local.tuning import LoraSettings
+
+_messages: Any = transformers.logging
+_messages.set_verbosity_error()
+_messages.disable_progress_bar()
+
+Weights = dict[str, torch.Tensor]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+
+@dataclass
+class LanguageModel:
+    """A model in memory and the folder that its tokenizer comes from."""
+
+    module: Any
+    """The transformers model, or the PeftModel around it."""
+    folder: Path
+    lora: LoraSettings | None
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.module.get_input_embeddings().num_embeddings)
+
+    @property
+    def has_dropout(self) -> bool:
+        return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in self.module.modules()) or any(
+            float(getattr(self.module.config, name, 0.0) or 0.0) > 0 for name in ("attention_dropout", "hidden_dropout")
+        )
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+
+    def tokenizer_files(self) -> list[Path]:
+        return [path for name in _TOKENIZER_FILES if (path := self.folder / name).is_file()]
+
+    def merged(self) -> Any:
+        """The transformers model with any adapter merged into its weights; the model itself without one."""
+        if self.lora is None:
+            return self.module
+        # A copy: merging and unmerging in place would not give back the same bits.
+        return copy.deepcopy(self.module).merge_and_unload()
+
+    def full_weights(self) -> Weights:
+        """A copy of every weight, any adapter merged, under the names of the plain model."""
+        return {name: tensor.detach().clone() for name, tensor in self.merged().state_dict().items()}
+
+    def adapter_weights(self) -> Weights:
+        """A copy of the adapter's weights, under PEFT's names."""
+        adapter = get_peft_model_state_dict(self.module, save_embedding_layers=False)
+        return {name: tensor.detach().clone() for name, tensor in adapter.items()}
+
+    def set_full_weights(self, weights: Weights) -> None:
+        """Take all weights of a plain model. An adapter goes back to changing nothing: the weights hold what it had
+        learned.
+
+        Raises ValueError, having changed nothing, when they are of a model of another shape.
+        """
+        plain = self.module if self.lora is None else self.module.get_base_model()
+        own = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in plain.state_dict().items()
+            if ".lora_" not in name
+        }
+        _check_same_shape(own, weights)
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+            for name, parameter in self.module.named_parameters():
+                if ".lora_B." in name or ".lora_embedding_B." in name:
+                    parameter.zero_()
+
+    def set_adapter_weights(self, weights: Weights) -> None:
+        """Take an adapter's weights. Raises ValueError, having changed nothing, when they are of another adapter."""
+        _check_same_shape(get_peft_model_state_dict(self.module, save_embedding_layers=False), weights)
+        set_peft_model_state_dict(self.module, weights)
+
+
+def _check_same_shape(own: Weights, given: Weights) -> None:
+    shared = {tensor.data_ptr() for name, tensor in own.items() if name in given}
+    # Of tied weights, one file names one.
+    missing = [name for name, tensor in own.items() if name not in given and tensor.data_ptr() not in shared]
+    unknown = [name for name in given if name not in own]
+    if missing or unknown:
+        raise ValueError(f"the weights are of another model: {(missing + unknown)[0]} is only in one of the two")
+    for name, tensor in given.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} in the weights and {tuple(own[name].shape)} in this model"
+            )
+
+
+def load_language_model(
+    folder: Path, *, dtype: str, lora: LoraSettings | None, random: RandomStream, window: int
+) -> LanguageModel:
+    """Load a model, with a fresh adapter if `lora` asks for one, and with room for sequences of `window` tokens."""
+    module: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    # Rotary positions need no table, so a stand-in can take the longer sequences of the model that it stands for.
+    module.config.max_position_embeddings = max(int(getattr(module.config, "max_position_embeddings", 0) or 0), window)
+    if lora is not None:
+        module = _with_adapter(module, lora, random)
+    return LanguageModel(module, folder, lora)
+
+
+def _with_adapter(module: Any, lora: LoraSettings, random: RandomStream) -> PeftModel:
+    modules = lora.target_modules
+    # PEFT takes any number for alpha, though its annotation says int.
+    alpha: Any = lora.lora_alpha
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(modules) if isinstance(modules, tuple) else modules,
+        target_parameters=list(lora.target_parameters) or None,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with random.drawing():
+        return get_peft_model(module, config)

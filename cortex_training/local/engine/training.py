@@ -1,0 +1,210 @@
+"""A training sub-job: forward-backwards add up gradients, a step spends them, and the state is saved and loaded."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cortex_training.local.assumptions import Assumptions
+from cortex_training.local.engine.attention import attention_for
+from cortex_training.local.engine.batch import Batch, read_batch
+from cortex_training.local.engine.checkpoint_files import (
+    TrainingState,
+    read_training_state,
+    read_weights,
+    write_adapter,
+    write_model,
+    write_training_state,
+)
+from cortex_training.local.engine.language_model import LanguageModel, Weights, load_language_model
+from cortex_training.local.engine.losses import loss_named, token_log_probabilities
+from cortex_training.local.engine.optimizer import Optimizer
+from cortex_training.local.engine.randomness import RandomStream
+from cortex_training.local.job_spec import SubJobSpec
+
+_LOGITS_AT_ONCE = 64 * 1024 * 1024
+"""Most logits in memory at a time (256 MiB as float32): a larger batch goes through a few rows at a time."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one forward-backward measured."""
+
+    avg_loss: float
+    metrics: dict[str, float]
+
+
+class TrainingEngine:
+    """One model that learns. Used by one thread."""
+
+    def __init__(self, spec: SubJobSpec, folder: Path, assumptions: Assumptions) -> None:
+        if spec.optimizer is None:
+            raise ValueError(f"a {spec.kind} sub-job has no optimizer, so it cannot train")
+        self._spec = spec
+        self._assumptions = assumptions
+        self._random = RandomStream(spec.seed)
+        self._model: LanguageModel = load_language_model(
+            folder, dtype=spec.dtype, lora=spec.lora, random=self._random, window=spec.max_seq_len
+        )
+        self._model.module.train()
+        self._optimizer = Optimizer(self._model.trained_parameters(), spec.optimizer)
+        self._accumulated = 0
+        self._last_loss: float | None = None
+        self.global_steps = 0
+
+    @property
+    def last_loss(self) -> float | None:
+        """Mean loss of the last forward-backward, None before the first."""
+        return self._last_loss
+
+    def forward_backward(self, frame: object) -> Loss:
+        """Add the gradient of the batch's mean loss to those there are. Raises ValueError, having changed nothing."""
+        batch = read_batch(frame, vocabulary=self._model.vocabulary, max_seq_len=self._spec.max_seq_len)
+        if self._accumulated and self._assumptions.accumulation == "refuse":
+            raise ValueError("a forward-backward is already accumulated; send a step first")
+        before = self._take_gradients()
+        try:
+            total = self._backward(batch)
+        except BaseException:
+            self._put_gradients(before)
+            raise
+        self._add_gradients(before)
+        self._accumulated += 1
+        weight = float(batch.weights.sum())
+        self._last_loss = total / weight
+        return Loss(
+            self._last_loss,
+            {"loss": self._last_loss, "loss_tokens": weight, "sequences": batch.rows, "tokens": _tokens(batch)},
+        )
+
+    def step(self, learning_rate: float | None) -> dict[str, Any]:
+        """Spend the accumulated gradients. A given learning rate stays for the steps after it, as in torch."""
+        if learning_rate is not None:
+            self._optimizer.set_learning_rate(learning_rate)
+        norm = self._optimizer.step(self._spec.gradient_clipping)
+        self._accumulated = 0
+        self.global_steps += 1
+        return {
+            "global_steps": self.global_steps,
+            "last_lr": self._optimizer.learning_rate,
+            "metrics": {"grad_norm": norm},
+        }
+
+    def save_resumable(self, folder: Path) -> None:
+        """Write what `load` needs to go on bit for bit. Accumulated gradients are not part of it."""
+        if self._model.lora is None:
+            write_model(folder, self._model.module, self._model.tokenizer_files())
+        else:
+            write_adapter(folder, self._model.adapter_weights(), self._model.lora)
+        state = TrainingState(
+            self.global_steps,
+            self._optimizer.learning_rate,
+            self._random.state,
+            self._optimizer.tensors(),
+            self._last_loss,
+        )
+        write_training_state(folder, state)
+
+    def save_weights(self, folder: Path) -> None:
+        """Write a plain Hugging Face model, any adapter merged, that `transformers` opens by itself."""
+        write_model(folder, self._model.merged(), self._model.tokenizer_files())
+
+    def load(self, folder: Path) -> None:
+        """Take weights, and the optimizer's state if the checkpoint has one and the sub-job wants it.
+
+        Raises ValueError when the checkpoint is of a model of another shape.
+        """
+        weights, lora = read_weights(folder)
+        if lora is None:
+            self._model.set_full_weights(weights)
+        elif lora != self._model.lora:
+            raise ValueError(f"the checkpoint's adapter is {lora}, and this sub-job's is {self._model.lora}")
+        else:
+            self._model.set_adapter_weights(weights)
+        self._optimizer.take_weights()
+        if self._assumptions.load_gradients == "clear":
+            self._optimizer.clear_gradients()
+            self._accumulated = 0
+        state = read_training_state(folder)
+        self._last_loss = state.last_loss if state is not None else None
+        if state is not None and self._spec.load_optimizer_states:
+            self._optimizer.restore(state.optimizer, state.learning_rate)
+            self._random.state = state.random
+        if self._assumptions.global_steps == "zero":
+            self.global_steps = 0
+        elif state is not None and self._assumptions.global_steps == "restored":
+            self.global_steps = state.global_steps
+
+    def full_weights(self) -> Weights:
+        return self._model.full_weights()
+
+    def adapter_weights(self) -> Weights:
+        """Raises ValueError when the sub-job trains all weights."""
+        if self._model.lora is None:
+            raise ValueError("the training sub-job has no LoRA adapter; create it with training_config.peft_config")
+        return self._model.adapter_weights()
+
+    def _backward(self, batch: Batch) -> float:
+        """Leave the gradient of the batch's mean loss in `.grad`, and return the summed loss."""
+        loss_sum = loss_named(batch.loss_fn)
+        weight = batch.weights.sum()
+        total = 0.0
+        with self._random.drawing() if self._model.has_dropout else nullcontext():
+            for part in _in_parts(batch, self._model.vocabulary):
+                mask = attention_for(part.attention_mask, part.position_ids, self._model.module.dtype)
+                logits = self._model.module(
+                    input_ids=part.input_ids, attention_mask=mask, position_ids=part.position_ids, use_cache=False
+                ).logits
+                loss = loss_sum(token_log_probabilities(logits, part.targets), part)
+                mean: Any = loss / weight
+                mean.backward()
+                total += float(loss.detach())
+        return total
+
+    def _take_gradients(self) -> dict[str, torch.Tensor]:
+        """Set the accumulated gradients aside, so that a batch that fails half-way leaves no trace in them."""
+        aside: dict[str, torch.Tensor] = {}
+        for name, parameter in self._model.trained_parameters().items():
+            if parameter.grad is not None:
+                aside[name] = parameter.grad
+                parameter.grad = None
+        return aside
+
+    def _put_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._model.trained_parameters().items():
+            parameter.grad = gradients.get(name)
+
+    def _add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._model.trained_parameters().items():
+            if name in gradients:
+                parameter.grad = gradients[name] if parameter.grad is None else gradients[name].add_(parameter.grad)
+
+
+def _in_parts(batch: Batch, vocabulary: int) -> list[Batch]:
+    """The batch in groups of rows whose logits fit in memory."""
+    length = batch.input_ids.shape[1]
+    rows = max(1, _LOGITS_AT_ONCE // (length * vocabulary))
+    if rows >= batch.rows:
+        return [batch]
+    return [_rows_of(batch, slice(first, first + rows)) for first in range(0, batch.rows, rows)]
+
+
+def _rows_of(batch: Batch, rows: slice) -> Batch:
+    return Batch(
+        input_ids=batch.input_ids[rows],
+        attention_mask=None if batch.attention_mask is None else batch.attention_mask[rows],
+        position_ids=None if batch.position_ids is None else batch.position_ids[rows],
+        targets=batch.targets[rows],
+        weights=batch.weights[rows],
+        loss_fn=batch.loss_fn,
+        config=batch.config,
+        context={},
+    )
+
+
+def _tokens(batch: Batch) -> int:
+    return int(batch.attention_mask.sum()) if batch.attention_mask is not None else batch.input_ids.numel()

@@ -1,0 +1,112 @@
+"""A job and its sub-jobs: states, times, what it shows of itself."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from cortex_training.local.chunks import ChunkGroups
+from cortex_training.local.job_spec import JobSpec, SubJobSpec
+from cortex_training.local.models import ModelChoice
+from cortex_training.local.refusals import job_not_running
+from cortex_training.local.requests import Request, timestamp
+from cortex_training.local.sub_job_log import SubJobLog
+from cortex_training.states import JobState, is_terminal_job
+
+
+@dataclass
+class SubJob:
+    """A model and the one thread that works on it, which makes its operations run in the order they came."""
+
+    spec: SubJobSpec
+    sub_job_id: str
+    model: ModelChoice
+    chunk_groups: ChunkGroups = field(default_factory=ChunkGroups)
+    log: SubJobLog = field(default_factory=SubJobLog)
+    engine: Any = None
+    """A TrainingEngine or SamplingEngine, while the job runs."""
+    worker: ThreadPoolExecutor | None = None
+
+    def describe(self, state: str) -> dict[str, Any]:
+        return {"sub_job_id": self.sub_job_id, "status": state, **self.spec.wire}
+
+
+@dataclass
+class Job:
+    """Belongs to the event loop: no worker thread changes it."""
+
+    job_id: str
+    spec: JobSpec
+    database: str
+    schema: str
+    sub_jobs: list[SubJob]
+    state: JobState = JobState.PENDING
+    reason: str = ""
+    created_at: float = field(default_factory=time.time)
+    updated_at: float = field(default_factory=time.time)
+    created_clock: float = field(default_factory=time.monotonic)
+    running_clock: float | None = None
+    ended_clock: float | None = None
+    active_clock: float = field(default_factory=time.monotonic)
+    """When it was last asked to do something, or finished doing it."""
+    in_flight: int = 0
+    """Executions that wait or run."""
+    requests: dict[str, Request] = field(default_factory=dict, repr=False)
+
+    def move_to(self, state: JobState, reason: str | None = None) -> None:
+        self.state = state
+        self.updated_at = time.time()
+        if reason is not None:
+            self.reason = reason
+        if state == JobState.RUNNING:
+            self.running_clock = self.active_clock = time.monotonic()
+        if is_terminal_job(state):
+            self.ended_clock = time.monotonic()
+
+    def has_ended(self) -> bool:
+        return is_terminal_job(self.state)
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPUs times seconds since it ran, until it ended."""
+        if self.running_clock is None:
+            return 0.0
+        until = self.ended_clock if self.ended_clock is not None else time.monotonic()
+        return self.spec.n_gpus * (until - self.running_clock)
+
+    def touch(self) -> None:
+        """Put off the idle timeout."""
+        self.active_clock = time.monotonic()
+
+    def require_running(self, asked: str) -> None:
+        """Raises Refusal (409) with the job's state and reason."""
+        if self.state != JobState.RUNNING:
+            raise job_not_running(self.job_id, self.state, self.reason, asked)
+
+    def sub_job(self, sub_job_id: str) -> SubJob | None:
+        return next((one for one in self.sub_jobs if one.sub_job_id == sub_job_id), None)
+
+    def first_of(self, kind: str) -> SubJob | None:
+        return next((one for one in self.sub_jobs if one.spec.kind == kind), None)
+
+    def describe(self) -> dict[str, Any]:
+        """The body of ``GET /{job_id}``; `gpu_seconds` is this service's own addition."""
+        described: dict[str, Any] = {
+            "job_id": self.job_id,
+            "status": str(self.state),
+            "reason": self.reason,
+            "created_at": timestamp(self.created_at),
+            "updated_at": timestamp(self.updated_at),
+            "submitted_by": "LOCAL",
+            "owner_role": "LOCAL",
+            "hardware": self.spec.hardware,
+            "idle_timeout_seconds": self.spec.idle_timeout_s,
+            "pending_timeout_seconds": self.spec.pending_timeout_s,
+            "gpu_seconds": round(self.gpu_seconds, 3),
+            "sub_jobs": [sub_job.describe(str(self.state)) for sub_job in self.sub_jobs],
+        }
+        if self.spec.experiment_name is not None:
+            described["experiment_name"] = self.spec.experiment_name
+        return described

@@ -1,0 +1,177 @@
+"""From pending to the end: who gets GPUs, how engines start, and when a job is taken down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cortex_training.local.capacity import Capacity
+from cortex_training.local.checkpoints import CheckpointStore
+from cortex_training.local.jobs import Job, SubJob
+from cortex_training.local.models import model_folder
+from cortex_training.local.refusals import Refusal, job_not_running
+from cortex_training.local.settings import ServiceSettings
+from cortex_training.states import JobState
+
+_log = logging.getLogger("cortex_training.local")
+_WATCH_EVERY_S = 0.1
+
+
+class LifeCycle:
+    """Moves jobs from state to state. Everything here runs in the event loop, apart from loading models."""
+
+    def __init__(self, settings: ServiceSettings, checkpoints: CheckpointStore) -> None:
+        self._settings = settings
+        self._checkpoints = checkpoints
+        self.capacity = Capacity(settings.gpus_per_hardware)
+        self.jobs: dict[str, Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, job: Job) -> None:
+        """Take a new job into the queue for GPUs."""
+        self.jobs[job.job_id] = job
+        self._place_waiting()
+
+    def cancel(self, job: Job) -> None:
+        """End a job because its owner says so. Again is fine; a job that ended otherwise refuses (409)."""
+        if job.state in (JobState.CANCELLING, JobState.CANCELLED):
+            return
+        if job.has_ended():
+            raise job_not_running(job.job_id, job.state, job.reason, "cancel")
+        self._end(job, JobState.CANCELLED, "cancelled by the caller")
+
+    def finished_one(self, job: Job) -> None:
+        """One execution of the job is over: a cancellation may have waited for it."""
+        job.in_flight -= 1
+        job.active_clock = time.monotonic()
+        if job.state == JobState.CANCELLING and job.in_flight == 0:
+            self._close(job, JobState.CANCELLED)
+
+    def start_watching(self) -> None:
+        self._spawn(self._watch())
+
+    def shut_down(self) -> None:
+        """Let go of everything without waiting for threads that compute."""
+        for task in self._tasks:
+            task.cancel()
+        for job in self.jobs.values():
+            _stop_workers(job)
+
+    def waiting_gpus(self) -> dict[str, int]:
+        """GPUs that pending jobs want, by hardware."""
+        wanted: dict[str, int] = {}
+        for job in self._waiting():
+            wanted[job.spec.hardware] = wanted.get(job.spec.hardware, 0) + job.spec.n_gpus
+        return wanted
+
+    def _waiting(self) -> list[Job]:
+        return [job for job in self.jobs.values() if job.state == JobState.PENDING]
+
+    def _place_waiting(self) -> None:
+        """Give GPUs to waiting jobs, oldest first; nobody overtakes one that does not fit on its hardware."""
+        blocked: set[str] = set()
+        for job in self._waiting():
+            hardware, gpus = job.spec.hardware, job.spec.n_gpus
+            if hardware not in blocked and self.capacity.hold(job.job_id, hardware, gpus):
+                job.move_to(JobState.PLACING, "")
+                self._spawn(self._bring_up(job))
+            else:
+                blocked.add(hardware)
+                free, total = self.capacity.free(hardware), self.capacity.total
+                job.reason = f"waits for {gpus} {hardware} GPUs; {free} of {total} are free"
+
+    async def _bring_up(self, job: Job) -> None:
+        try:
+            await asyncio.sleep(self._settings.placing_s)
+            if job.has_ended():
+                return
+            job.move_to(JobState.INITIALIZING)
+            for sub_job in job.sub_jobs:
+                sub_job.worker = ThreadPoolExecutor(1, thread_name_prefix=sub_job.sub_job_id)
+                building = sub_job.worker.submit(self._build_engine, sub_job)
+                engine = await asyncio.wrap_future(building)
+                if job.has_ended():
+                    return
+                sub_job.engine = engine
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            _log.exception("job %s could not initialise", job.job_id)
+            for sub_job in job.sub_jobs:
+                sub_job.log.add(f"initialisation failed: {error}", level="ERROR")
+            if not job.has_ended():
+                message = error.message if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
+                self._close(job, JobState.FAILED, f"initialisation failed: {message}")
+            return
+        stand_ins = sorted({one.model.name for one in job.sub_jobs if one.model.stand_in})
+        reason = f"{', '.join(stand_ins)}: not on this machine, the tiny model stands in" if stand_ins else ""
+        if reason:
+            _log.warning("job %s: %s", job.job_id, reason)
+        job.move_to(JobState.RUNNING, reason)
+        for sub_job in job.sub_jobs:
+            sub_job.log.add(f"{sub_job.model.name} is ready on the model {sub_job.model.runs}")
+
+    def _build_engine(self, sub_job: SubJob) -> Any:
+        """Load the model, in the sub-job's thread."""
+        # Imported here and not above: these import torch, which takes seconds.
+        from cortex_training.local.engine.process import prepare_process
+        from cortex_training.local.engine.sampling import SamplingEngine
+        from cortex_training.local.engine.training import TrainingEngine
+
+        prepare_process(self._settings.threads)
+        folder = sub_job.model.folder or model_folder(sub_job.model.runs)
+        spec = sub_job.spec
+        engine: TrainingEngine | SamplingEngine
+        if spec.kind == "training":
+            engine = TrainingEngine(spec, folder, self._settings.assumptions)
+        else:
+            engine = SamplingEngine(spec, folder)
+        if spec.source is not None:
+            checkpoint = self._checkpoints.find(spec.source.job_id or "", spec.source.checkpoint_id)
+            engine.load(checkpoint.folder)
+        return engine
+
+    def _end(self, job: Job, state: JobState, reason: str) -> None:
+        """Take a job down; an operation that computes is let finish, because it cannot be interrupted."""
+        computing = False
+        for request in job.requests.values():
+            request.execution.stop.set()
+            computing |= not request.execution.is_over and not request.execution.drop_from_queue()
+        if computing:
+            job.move_to(JobState.CANCELLING, reason)
+            return
+        self._close(job, state, reason)
+
+    def _close(self, job: Job, state: JobState, reason: str | None = None) -> None:
+        _stop_workers(job)
+        job.move_to(state, reason)
+        self.capacity.release(job.job_id)
+        self._place_waiting()
+
+    async def _watch(self) -> None:
+        """Take down jobs that waited or idled too long."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            now, scale = time.monotonic(), self._settings.timeout_scale
+            for job in list(self.jobs.values()):
+                if job.state == JobState.PENDING and now - job.created_clock > job.spec.pending_timeout_s * scale:
+                    self._close(job, JobState.FAILED, "pending_timeout")
+                idle_s = job.spec.idle_timeout_s * scale
+                if job.state == JobState.RUNNING and idle_s and not job.in_flight and now - job.active_clock > idle_s:
+                    self._close(job, JobState.TERMINATED, "idle_timeout")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _stop_workers(job: Job) -> None:
+    """Threads end when they have finished what they compute; models are freed."""
+    for sub_job in job.sub_jobs:
+        if sub_job.worker is not None:
+            sub_job.worker.shutdown(wait=False, cancel_futures=True)
+        sub_job.engine = None

@@ -1,0 +1,191 @@
+"""What a running job is asked to do: checked, put in its sub-job's queue, executed once, recorded, answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from cortex_training import wire
+from cortex_training.local.chunks import Chunk, ChunkGroup, read_chunk
+from cortex_training.local.execution_log import ExecutionLog
+from cortex_training.local.jobs import Job, SubJob
+from cortex_training.local.lifecycle import LifeCycle
+from cortex_training.local.refusals import Refusal
+from cortex_training.local.requests import Delivery, Execution, Request, deliver, read_delivery
+from cortex_training.local.settings import ServiceSettings
+from cortex_training.states import RequestState
+
+_log = logging.getLogger("cortex_training.local")
+_SMALL_BYTES = 256 * 1024
+"""Frames up to this size are hashed and decoded in the event loop: handing them to a thread would cost more."""
+
+
+@dataclass
+class Outcome:
+    """What an executed operation leaves behind."""
+
+    result: Any
+    record: dict[str, Any] = field(default_factory=dict)
+    """Fields for the execution log."""
+    then: Callable[[], None] | None = None
+    """Called in the event loop before the request shows as done."""
+
+
+class Operations:
+    """Runs work in sub-jobs' threads. Everything but the work itself happens in the event loop."""
+
+    def __init__(self, settings: ServiceSettings, lifecycle: LifeCycle, execution_log: ExecutionLog) -> None:
+        self.settings = settings
+        self._lifecycle = lifecycle
+        self._execution_log = execution_log
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, job: Job, sub_job: SubJob, execution: Execution, work: Callable[[], Outcome]) -> dict[str, Any]:
+        """Put `work` at the end of the sub-job's queue. Returns the reply that names the request to poll."""
+        future = worker_of(sub_job).submit(self.run_in_thread, execution, work, asyncio.get_running_loop())
+        return self.follow(job, execution, [future])
+
+    def follow(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> dict[str, Any]:
+        """Finish `execution` when all futures are done; the first one's outcome is its result."""
+        execution.drop_from_queue = futures[0].cancel
+        job.in_flight += 1
+        task = asyncio.get_running_loop().create_task(self._finish(job, execution, futures))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # The first request has the execution's own id, which is also what the execution log says.
+        return self._reply(job, Request(execution, execution.execution_id))
+
+    def again(self, job: Job, execution: Execution) -> dict[str, Any]:
+        """A further request id for something that was already submitted."""
+        return self._reply(job, Request(execution))
+
+    async def submit_framed(
+        self, job: Job, sub_job: SubJob, body: bytes, start: Callable[[bytes, Delivery, Chunk | None], Any]
+    ) -> dict[str, Any]:
+        """Take a frame, whole or as the next chunk of a group, and start its execution when it is complete.
+
+        `start` is called once per complete frame, with its bytes, how to deliver the result and the chunk it came in;
+        it returns the Execution and the reply, or is awaited for them.
+        """
+        chunk = await _aside(len(body), lambda: read_chunk(body, max_frame_bytes=self.settings.max_frame_bytes))
+        job.require_running("forward-backward or generate")
+        if chunk is None:
+            _, reply = await start(body, _delivery_of(body), None)
+            return dict(reply)
+        group = sub_job.chunk_groups.accept(chunk)
+        self._make_room(group)
+        if not chunk.is_last:
+            return {
+                "chunk_cached": True,
+                "job_id": job.job_id,
+                "chunk_group_id": chunk.group_id,
+                "chunk_idx": chunk.index,
+            }
+        async with group.joining:
+            if group.execution is not None:
+                return self.again(job, group.execution)
+            try:
+                frame = await _aside(chunk.logical_bytes, lambda: wire.decode_byte_chunks(list(group.frames.values())))
+                group.execution, reply = await start(frame, _delivery_of(frame), chunk)
+            except wire.WireError as error:
+                sub_job.chunk_groups.forget(chunk.group_id)
+                raise Refusal(400, f"chunk group {chunk.group_id} is not the frame it says: {error}") from None
+            except Refusal:
+                sub_job.chunk_groups.forget(chunk.group_id)
+                raise
+            group.frames.clear()
+            return dict(reply)
+
+    def _make_room(self, newest: ChunkGroup) -> None:
+        """Forget the oldest partial groups when all of them together hold too much."""
+        groups = [sub_job.chunk_groups for job in self._lifecycle.jobs.values() for sub_job in job.sub_jobs]
+        while sum(one.partial_bytes() for one in groups) > self.settings.max_partial_bytes:
+            if not any(one.forget_oldest_partial() for one in groups if one.partial_bytes()):
+                return
+
+    def _reply(self, job: Job, request: Request) -> dict[str, Any]:
+        job.requests[request.request_id] = request
+        job.touch()
+        return {"request_id": request.request_id, "job_id": job.job_id}
+
+    def run_in_thread(
+        self, execution: Execution, work: Callable[[], Outcome], loop: asyncio.AbstractEventLoop
+    ) -> Outcome:
+        """In the sub-job's thread: do it, and bring its result into the form that polls show."""
+        loop.call_soon_threadsafe(execution.move_to, RequestState.RUNNING)
+        outcome = work()
+        outcome.result = deliver(outcome.result, execution.delivery, chunk_bytes=self.settings.result_chunk_bytes)
+        return outcome
+
+    async def _finish(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> None:
+        await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+        try:
+            if any(future.cancelled() for future in futures):
+                execution.move_to(RequestState.CANCELLED, error="cancelled before it began")
+                return
+            outcome = next(iter([future.result() for future in futures]))
+            # On record before anyone can see the result: what a caller knows of, the log has.
+            self._record(execution, outcome)
+            if outcome.then is not None:
+                outcome.then()
+            execution.result, execution.result_chunks = outcome.result
+            execution.move_to(RequestState.DONE)
+        except Exception as error:
+            expected = isinstance(error, ValueError | Refusal)
+            if not expected:
+                _log.exception("%s of job %s failed", execution.operation, job.job_id)
+            execution.move_to(RequestState.FAILED, error=str(error) if expected else f"{type(error).__name__}: {error}")
+        finally:
+            self._tell(job, execution)
+            self._lifecycle.finished_one(job)
+
+    def _record(self, execution: Execution, outcome: Outcome) -> None:
+        self._execution_log.record(
+            {
+                "op": execution.operation,
+                "job_id": execution.job_id,
+                "sub_job": execution.sub_job_id,
+                "request_id": execution.execution_id,
+                "chunk_group": execution.chunk_group_id,
+                "frame_sha256": execution.frame_sha256,
+                "global_steps": None,
+                "loss": None,
+                **outcome.record,
+            }
+        )
+
+    def _tell(self, job: Job, execution: Execution) -> None:
+        sub_job = job.sub_job(execution.sub_job_id)
+        if sub_job is not None:
+            failed = execution.state == RequestState.FAILED
+            message = f"{execution.operation} {execution.state}" + (f": {execution.error}" if execution.error else "")
+            sub_job.log.add(message, level="ERROR" if failed else "INFO", request_id=execution.execution_id)
+
+
+def worker_of(sub_job: SubJob) -> ThreadPoolExecutor:
+    """The thread of a running sub-job."""
+    if sub_job.worker is None:
+        raise RuntimeError(f"{sub_job.sub_job_id} has no thread, though its job runs")
+    return sub_job.worker
+
+
+def finite(value: float | None) -> float | None:
+    """A number that JSON has, or null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _delivery_of(frame: bytes) -> Delivery:
+    try:
+        return read_delivery(wire.read_metadata(frame))
+    except wire.WireError as error:
+        raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
+
+
+async def _aside(size: int, work: Callable[[], Any]) -> Any:
+    """Do it here when it is small, and in a thread when it would keep the event loop from everyone else."""
+    return work() if size <= _SMALL_BYTES else await asyncio.to_thread(work)

@@ -1,0 +1,98 @@
+"""Listening: a socket of our own, a line that says where, and an end within two seconds of SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+
+from cortex_training.local.app import build_app
+from cortex_training.local.service import Service
+from cortex_training.local.settings import ServiceSettings
+
+_log = logging.getLogger("cortex_training.local")
+_GRACE_S = 1
+
+
+def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_data: bool) -> None:
+    """Serve until SIGTERM or SIGINT, then leave the process with exit code 0.
+
+    `announce` gets the base URL once connections are taken. Without `keep_data` the data folder is deleted at the end.
+    Raises OSError when the port is taken.
+    """
+    # Before anything computes: torch's libraries read it when they are loaded.
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    listening = _listen(settings.host, settings.port)
+    host, port = listening.getsockname()[:2]
+    base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    service = Service(settings)
+    server = _AnnouncingServer(
+        uvicorn.Config(
+            build_app(service),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=_GRACE_S,
+            # Idle keep-alive connections of pollers stay open between polls that are six seconds apart.
+            timeout_keep_alive=75,
+        ),
+        lambda: announce(base_url),
+    )
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal again when it has shut down; here that must not kill the clean-up below.
+        signal.signal(signal_number, lambda *_: setattr(server, "should_exit", True))
+    server.run(sockets=[listening])
+    if not keep_data:
+        shutil.rmtree(settings.data_dir, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread in the middle of a long computation cannot be stopped, and nobody waits for its result any more.
+    os._exit(0)
+
+
+class _AnnouncingServer(uvicorn.Server):
+    """A uvicorn server that says when it takes connections."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started and not self.should_exit:
+            self._started()
+
+
+def ready_line(base_url: str, settings: ServiceSettings) -> str:
+    """One JSON line for programs that start the service."""
+    return json.dumps(
+        {
+            "event": "ready",
+            "base_url": base_url,
+            "pid": os.getpid(),
+            "endpoint": settings.endpoint,
+            "data_dir": str(settings.data_dir),
+            "execution_log": str(settings.execution_log) if settings.execution_log else None,
+        }
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one") from None
+    return listening

@@ -1,0 +1,133 @@
+"""The service's state and its control plane: jobs, capacity, experiment names, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from cortex_training.local.capacity import HARDWARE
+from cortex_training.local.checkpoints import CheckpointStore, ExportLinks
+from cortex_training.local.data_plane import DataPlane, refuse_other_size
+from cortex_training.local.execution_log import ExecutionLog
+from cortex_training.local.generic_operation import GenericOperation
+from cortex_training.local.job_spec import SubJobSpec, read_job_spec
+from cortex_training.local.jobs import Job, SubJob
+from cortex_training.local.lifecycle import LifeCycle
+from cortex_training.local.models import ModelChoice, choose_model
+from cortex_training.local.operations import Operations
+from cortex_training.local.refusals import Refusal, bad_field, job_not_running, not_found
+from cortex_training.local.requests import refuse_unknown
+from cortex_training.local.settings import ServiceSettings
+from cortex_training.states import JobState, job_state
+
+_DEFAULT_EXPERIMENT = "CORTEX_TRAINING"
+
+
+class Service:
+    """Everything behind the HTTP routes. Its methods run in the event loop and raise Refusal for what they don't do."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self.settings = settings
+        self.checkpoints = CheckpointStore(settings.data_dir)
+        self.export_links = ExportLinks(settings.export_link_s)
+        self._execution_log = ExecutionLog(settings.execution_log)
+        self._lifecycle = LifeCycle(settings, self.checkpoints)
+        operations = Operations(settings, self._lifecycle, self._execution_log)
+        self.data_plane = DataPlane(operations, self.checkpoints)
+        self.generic_operation = GenericOperation(operations)
+
+    def start(self) -> None:
+        self._lifecycle.start_watching()
+
+    def stop(self) -> None:
+        self._lifecycle.shut_down()
+        self._execution_log.close()
+
+    def create_job(self, database: str, schema: str, body: object) -> dict[str, Any]:
+        spec = read_job_spec(body)
+        job_id = spec.job_id
+        if job_id is None or self.settings.assumptions.job_ids == "ignored":
+            job_id = str(uuid.uuid4())
+        if job_id in self._lifecycle.jobs:
+            raise Refusal(409, f"job {job_id} already exists", job_id=job_id)
+        sub_jobs = [self._sub_job(job_id, position, one) for position, one in enumerate(spec.sub_jobs)]
+        self._lifecycle.admit(Job(job_id, spec, database, schema, sub_jobs))
+        return {"job_id": job_id}
+
+    def job(self, database: str, schema: str, job_id: str) -> Job:
+        """Raises Refusal (404) for an id that is unknown, or known in another schema."""
+        job = self._lifecycle.jobs.get(job_id)
+        if job is None or (job.database.upper(), job.schema.upper()) != (database.upper(), schema.upper()):
+            raise not_found("job", job_id)
+        return job
+
+    def list_jobs(self, database: str, schema: str, status: str | None) -> dict[str, Any]:
+        wanted = job_state(status) if status else None
+        mine = [
+            job
+            for job in self._lifecycle.jobs.values()
+            if (job.database.upper(), job.schema.upper()) == (database.upper(), schema.upper())
+        ]
+        return {"jobs": [job.describe() for job in mine if wanted is None or job.state == wanted]}
+
+    def cancel_job(self, job: Job) -> dict[str, Any]:
+        self._lifecycle.cancel(job)
+        return {"job_id": job.job_id, "status": str(job.state)}
+
+    def capacity(self, hardware: str | None) -> dict[str, Any]:
+        if hardware is not None and hardware not in HARDWARE:
+            raise bad_field("hardware", hardware, f"must be one of {', '.join(HARDWARE)}")
+        return self._lifecycle.capacity.report(hardware, self._lifecycle.waiting_gpus())
+
+    def experiment_run(self, job: Job) -> dict[str, Any]:
+        name = (job.spec.experiment_name or _DEFAULT_EXPERIMENT).upper()
+        qualified = name if name.count(".") == 2 else f"{job.database.upper()}.{job.schema.upper()}.{name}"
+        return {"experiment_name": qualified, "experiment_run_name": f"RUN_{job.job_id.replace('-', '_').upper()}"}
+
+    def poll(self, job: Job, request_id: str, cursor: str | None, max_events: str | None) -> dict[str, Any]:
+        if job.state != JobState.RUNNING and self.settings.assumptions.ended_job_polls == "refused":
+            raise job_not_running(job.job_id, job.state, job.reason, f"request {request_id}")
+        request = job.requests.get(request_id)
+        if request is None:
+            raise refuse_unknown(request_id, job.job_id)
+        return request.page(cursor, max_events)
+
+    async def delete_checkpoint(self, job_id: str, checkpoint_id: str) -> None:
+        await asyncio.to_thread(self.checkpoints.delete, job_id, checkpoint_id)
+
+    def _sub_job(self, job_id: str, position: int, spec: SubJobSpec) -> SubJob:
+        try:
+            model = choose_model(spec.model_name, self.settings.models, strict=self.settings.strict_models)
+        except Refusal as refusal:
+            refusal.message = f"sub_job_configs.{position}.{refusal.message}"
+            raise
+        _refuse_longer_than_window(position, spec, model)
+        sub_job = SubJob(spec, spec.id_in(job_id), model)
+        if spec.source is not None:
+            self._check_source(position, sub_job)
+        return sub_job
+
+    def _check_source(self, position: int, sub_job: SubJob) -> None:
+        source, field = sub_job.spec.source, f"sub_job_configs.{position}.source_checkpoint_info"
+        if source is None or source.job_id is None:
+            raise bad_field(f"{field}.source_job_id", None, "must name the job that saved the checkpoint")
+        checkpoint = self.checkpoints.find(source.job_id, source.checkpoint_id)
+        if sub_job.spec.kind != "training" and checkpoint.checkpoint_type != "weights-only":
+            raise bad_field(
+                f"{field}.checkpoint_id",
+                source.checkpoint_id,
+                "sampling starts from a weights-only checkpoint; this one is resumable",
+            )
+        refuse_other_size(checkpoint, sub_job)
+
+
+def _refuse_longer_than_window(position: int, spec: SubJobSpec, model: ModelChoice) -> None:
+    window = model.window
+    if window is not None and spec.max_seq_len > window:
+        block = "training_config" if spec.kind == "training" else "inference_config"
+        raise bad_field(
+            f"sub_job_configs.{position}.{block}.max_seq_len",
+            spec.max_seq_len,
+            f"must be at most {window}, the window of {spec.model_name}",
+        )

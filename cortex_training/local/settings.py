@@ -1,0 +1,47 @@
+"""What a local service is told when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cortex_training.local.assumptions import Assumptions
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """Options of `cortex-training serve`; sizes are bytes, times seconds."""
+
+    data_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 lets the system choose a free one."""
+    endpoint: str = "cortex-training"
+    token: str | None = field(default=None, repr=False)
+    """When given, the only bearer or Snowflake token that is let in."""
+    gpus_per_hardware: int = 16
+    """Simulated GPUs of each hardware type."""
+    threads: int = 1
+    """torch's threads. Two threads on two busy cores are slower than one."""
+    models: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of models by the id that jobs name them with."""
+    strict_models: bool = False
+    """Refuse ids of the service's model table instead of running them on the tiny stand-in."""
+    execution_log: Path | None = None
+    placing_s: float = 0.05
+    """How long a job with its GPUs assigned stays `placing`."""
+    timeout_scale: float = 1.0
+    """Multiplies idle and pending timeouts, so that a test need not wait for the service's minimum of 300 s."""
+    export_link_s: float = 3600.0
+    max_body_bytes: int = 65 * MIB
+    """One request's body: 60 MiB of chunk, and slack."""
+    max_frame_bytes: int = 1024 * MIB
+    """One logical frame, put together from its chunks."""
+    max_partial_bytes: int = 2048 * MIB
+    """Chunks that wait for the rest of their groups, over all jobs; the oldest groups are forgotten first."""
+    result_chunk_bytes: int = MIB
+    """Larger results are delivered in chunks of this size to callers that take chunks."""
+    assumptions: Assumptions = field(default_factory=Assumptions)
