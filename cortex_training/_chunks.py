@@ -82,6 +82,11 @@ def iter_byte_chunks(
     keeps none. Raises `WireError` at once, not at the first chunk: for a `max_bytes` that leaves no room beside
     `CHUNK_OVERHEAD_BYTES`, an unknown `kind`, an empty frame.
     """
+    if not isinstance(max_bytes, int):
+        raise WireError(f"max_bytes must be a whole number of bytes, got {max_bytes!r}")
+    for name, text in (("operation", operation), ("chunk_group_id", chunk_group_id)):
+        if not isinstance(text, str | None):
+            raise WireError(f"{name} must be text, got {text!r:.80}")
     buffers = _as_buffers(frame, "encode_byte_chunks")
     size = sum(len(buffer) for buffer in buffers)
     if not force_chunk and (max_bytes <= 0 or size <= max_bytes):

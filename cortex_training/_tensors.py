@@ -192,7 +192,9 @@ def _torch_bytes(tensor: Any, path: str) -> TensorBytes:
     dtype = _WIRE_OF_NAME.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise _unsupported(path, str(tensor.dtype))
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.is_nested:
+        raise WireError(f"{path}: a nested tensor cannot be sent; pad it, or send its parts as a list")
+    if tensor.layout is not torch.strided:
         raise WireError(
             f"{path}: a tensor of layout {tensor.layout} cannot be sent; make it dense, e.g. with .to_dense()"
         )
