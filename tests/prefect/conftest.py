@@ -31,6 +31,8 @@ def on_server(prefect_server: PrefectServer, results_folder: Path) -> Iterator[P
         settings.PREFECT_HOME: prefect_server.home,
         settings.PREFECT_LOCAL_STORAGE_PATH: results_folder,
         settings.PREFECT_SERVER_ANALYTICS_ENABLED: False,
+        # The log worker flushes at exit, when the server is gone, and waits a minute for it.
+        settings.PREFECT_LOGGING_TO_API_ENABLED: False,
     }
     with settings.temporary_settings(values):
         yield prefect_server

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefect.logging import get_run_logger
 
 from cortex_training.errors import ProtocolError
+from cortex_training.paths import safe_relative
 from prefect_cortex_training.credentials import connected, load_credentials
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.labels import RunLabels, root_digest
@@ -71,7 +72,7 @@ async def _export(credentials: str, job_id: str, checkpoint_id: str, *, root: st
         checkpoint = await _listed(client, job_id, checkpoint_id)
     # An epoch is claimed once per flow run and root: a claim per retry would only burn numbers.
     epoch = await labels.remember(f"epoch.{digest}", await asyncio.to_thread(_claim_epoch, root, attempt, labels))
-    save = f"exec/{attempt}-e{epoch}/{checkpoint_id}"
+    save = f"exec/{attempt}-e{epoch}/{safe_relative(checkpoint_id)}"
     size, files = await asyncio.to_thread(_download, block, checkpoint, job_id, root, save)
     get_run_logger().info("checkpoint %s is in %s/%s: %d files, %d bytes", checkpoint_id, root, save, files, size)
     return {"save": save, "epoch": epoch, "step": int(checkpoint["global_steps"]), "files": files, "bytes": size}

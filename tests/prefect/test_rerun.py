@@ -1,0 +1,344 @@
+"""A flow run that is run again, with its stored results or without them, does nothing twice."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.exceptions import Pause
+from prefect.runtime import flow_run
+
+from cortex_training.errors import (
+    ApiError,
+    JobFailed,
+    OutcomeUnknown,
+    ProtocolError,
+    RequestFailed,
+    TransportError,
+)
+from demo.prefect_server import PrefectServer
+from prefect_cortex_training import (
+    cancel_job,
+    create_job,
+    forward_backward,
+    jobs_cancelled_at_end,
+    save,
+    step,
+    wait_until_running,
+)
+from prefect_cortex_training.cleanup import cancel_jobs_of_run
+from prefect_cortex_training.dispatch import run_to_end
+from prefect_cortex_training.labels import RunLabels
+
+from .scripted_service import ScriptedService
+
+SUB_JOBS = [{"job_type": "training", "model_name": "tiny"}]
+
+
+@pytest.fixture
+def service(on_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> ScriptedService:
+    scripted = ScriptedService()
+
+    @asynccontextmanager
+    async def connected(name: str) -> AsyncIterator[ScriptedService]:
+        yield scripted
+
+    for module in ("cleanup", "tasks.jobs", "tasks.operations", "tasks.checkpoints"):
+        monkeypatch.setattr(f"prefect_cortex_training.{module}.connected", connected)
+    return scripted
+
+
+@pytest.fixture
+def lose_results(results_folder: Path) -> Callable[[], None]:
+    """Makes every stored result disappear, as with a container's own disk."""
+    return lambda: shutil.rmtree(results_folder, ignore_errors=True)
+
+
+def labels() -> dict[str, Any]:
+    return run_to_end(RunLabels(flow_run.id).read())
+
+
+def in_a_flow(body: Callable[[], Any]) -> Any:
+    @flow(result_serializer="json")
+    def around() -> Any:
+        return body()
+
+    return around()
+
+
+def test_the_job_id_is_written_down_before_the_job_is_created(service: ScriptedService) -> None:
+    seen: list[dict[str, Any]] = []
+    service.before["create"] = lambda job_id: seen.append(labels())
+    job_id = in_a_flow(lambda: create_job("block", SUB_JOBS))
+    assert seen == [{"job.training.0": job_id, f"owner.{job_id}": "block"}]
+
+
+def test_a_living_job_is_used_again_whatever_became_of_the_results(
+    service: ScriptedService, lose_results: Callable[[], None]
+) -> None:
+    def body() -> set[str]:
+        first = create_job("block", SUB_JOBS)
+        lose_results()
+        return {first, create_job("block", SUB_JOBS)}
+
+    assert in_a_flow(body) == set(service.jobs)
+    assert len(service.named("create")) == 1
+
+
+def test_a_job_that_failed_is_replaced_once_under_the_next_generation(service: ScriptedService) -> None:
+    def body() -> list[str]:
+        first = create_job("block", SUB_JOBS)
+        service.jobs[first].update(status="failed", reason="node lost")
+        return [first, create_job("block", SUB_JOBS), create_job("block", SUB_JOBS), labels()]  # type: ignore[list-item]
+
+    first, second, third, written = in_a_flow(body)
+    assert second == third != first
+    assert len(service.named("create")) == 2
+    assert (written["job.training.0"], written["job.training.1"]) == (first, second)
+
+
+def test_a_crash_between_label_and_create_leads_to_the_same_id(service: ScriptedService) -> None:
+    def crash(job_id: str) -> None:
+        service.before.clear()
+        raise RuntimeError("the process dies here")
+
+    def body() -> tuple[str, str]:
+        service.before["create"] = crash
+        with pytest.raises(RuntimeError):
+            create_job("block", SUB_JOBS)
+        written = labels()["job.training.0"]
+        return written, create_job("block", SUB_JOBS)
+
+    written, created = in_a_flow(body)
+    assert written == created
+    assert list(service.jobs) == [created]
+
+
+def test_a_create_whose_answer_was_lost_is_adopted(service: ScriptedService) -> None:
+    def lose_the_answer(job_id: str) -> None:
+        service.after.clear()
+        raise TransportError("connection reset", sent=True)
+
+    service.after["create"] = lose_the_answer
+    created = in_a_flow(lambda: create_job.with_options(retry_delay_seconds=0)("block", SUB_JOBS))
+    assert list(service.jobs) == [created]
+    assert len(service.named("create")) == 1
+
+
+def test_the_id_that_the_service_answers_wins(service: ScriptedService) -> None:
+    service.own_job_ids = ["chosen-by-the-service"]
+    written: list[dict[str, Any]] = []
+
+    def body() -> list[str]:
+        ids = [create_job("block", SUB_JOBS), create_job("block", SUB_JOBS)]
+        written.append(labels())
+        return ids
+
+    assert in_a_flow(body) == ["chosen-by-the-service"] * 2
+    assert written[0]["job.training.0"] == "chosen-by-the-service"
+    assert written[0]["owner.chosen-by-the-service"] == "block"
+
+
+def test_two_processes_of_one_flow_run_end_up_with_one_job(service: ScriptedService) -> None:
+    """The other one reads no label, as this one did, and writes its own over ours while our job is being created."""
+
+    def the_other(job_id: str) -> None:
+        service.after.clear()
+        service.jobs["rival"] = {"job_id": "rival", "status": "running"}
+        run_to_end(RunLabels(flow_run.id).write({"job.training.0": "rival"}))
+
+    service.after["create"] = the_other
+    assert in_a_flow(lambda: create_job("block", SUB_JOBS)) == "rival"
+    assert [job["status"] for job in service.jobs.values()] == ["cancelled", "running"]
+
+
+def test_several_jobs_of_one_run_have_names(service: ScriptedService) -> None:
+    ids = in_a_flow(lambda: [create_job("block", SUB_JOBS, name=name) for name in ("a", "b", "a")])
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_waiting_counts_from_the_first_wait(service: ScriptedService) -> None:
+    def body() -> None:
+        job_id = create_job("block", SUB_JOBS)
+        run_to_end(RunLabels(flow_run.id).write({f"waiting_since.{job_id}": 1.0}))
+        wait_until_running("block", job_id, timeout_s=10.0)
+
+    in_a_flow(body)
+    assert service.named("wait")[0][2] == 1.0
+
+
+def test_a_step_is_executed_once_although_its_result_is_lost(
+    service: ScriptedService, lose_results: Callable[[], None]
+) -> None:
+    def body() -> list[dict[str, Any]]:
+        first = step("block", "j", seq=1, expected_global_step=1)
+        lose_results()
+        again = step("block", "j", seq=1, expected_global_step=1)
+        return [first, again, step("block", "j", seq=2, expected_global_step=2)]
+
+    first, again, second = in_a_flow(body)
+    assert first == again == {"request_id": "r1", "global_steps": 1}
+    assert second["global_steps"] == 2
+    assert len(service.named("step")) == 2
+
+
+def test_the_intent_of_a_step_is_written_down_before_it_is_sent(service: ScriptedService) -> None:
+    seen: list[Any] = []
+    service.before["step"] = lambda *_: seen.append(labels()["step.j.1"])
+
+    def body() -> Any:
+        step("block", "j", seq=1, expected_global_step=1)
+        return labels()["step.j.1"]
+
+    assert in_a_flow(body) == "r1"
+    assert seen == ["intent"]
+
+
+def test_a_step_whose_answer_never_came_is_not_sent_again(service: ScriptedService) -> None:
+    def die(*_: Any) -> None:
+        raise TransportError("connection reset", sent=True)
+
+    def body() -> None:
+        service.after["step"] = die
+        with pytest.raises(TransportError):
+            step("block", "j", seq=1, expected_global_step=1)
+        service.after.clear()
+        with pytest.raises(OutcomeUnknown, match="cancel the job and run the flow again"):
+            step("block", "j", seq=1, expected_global_step=1)
+
+    in_a_flow(body)
+    assert len(service.named("step")) == 1
+
+
+@pytest.mark.parametrize("refusal", [TransportError("refused", sent=False), ApiError(status=400, message="no")])
+def test_a_step_that_was_provably_not_executed_may_be_sent_again(service: ScriptedService, refusal: Exception) -> None:
+    def refuse(*_: Any) -> None:
+        service.before.clear()
+        raise refusal
+
+    def body() -> Any:
+        service.before["step"] = refuse
+        with pytest.raises(type(refusal)):
+            step("block", "j", seq=1, expected_global_step=1)
+        return step("block", "j", seq=1, expected_global_step=1)
+
+    assert in_a_flow(body)["global_steps"] == 1
+    assert service.global_steps == 1
+
+
+def test_a_count_that_surprises_stops_the_flow(service: ScriptedService) -> None:
+    service.global_steps = 1
+    with pytest.raises(ProtocolError, match="global_steps=2, expected 1"):
+        in_a_flow(lambda: step("block", "j", seq=1, expected_global_step=1))
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefect_cortex_training.tasks.operations._frame", lambda *place: repr(place).encode())
+
+
+def test_a_forward_backward_keeps_its_group_until_the_service_says_it_failed(
+    service: ScriptedService, frames: None, lose_results: Callable[[], None]
+) -> None:
+    def body() -> None:
+        call = forward_backward.with_options(retries=0)
+        arguments: dict[str, Any] = {"step": 1, "micro_batch": 0, "micro_batch_size": 2}
+        call("block", "j", "manifest.json", **arguments)
+        lose_results()
+        service.after["forward_backward"] = lambda request_id: service.fail_request("j", request_id)
+        with pytest.raises(RequestFailed):
+            call("block", "j", "manifest.json", **arguments)
+        service.after.clear()
+        call("block", "j", "manifest.json", **arguments)
+        call("block", "j", "manifest.json", **{**arguments, "micro_batch": 1})
+
+    in_a_flow(body)
+    first, again, after_failure, other = [call[2] for call in service.named("forward_backward")]
+    assert first == again
+    assert len({first, after_failure, other}) == 3
+
+
+def test_a_save_in_flight_is_waited_for_and_a_lost_one_is_sent_anew(
+    service: ScriptedService, lose_results: Callable[[], None]
+) -> None:
+    def body() -> list[str]:
+        first = save("block", "j")
+        lose_results()
+        again = save("block", "j")
+        lose_results()
+        service.results.clear()
+        return [first, again, save("block", "j")]
+
+    assert in_a_flow(body) == ["cp_1", "cp_1", "cp_2"]
+
+
+def test_jobs_are_cancelled_when_the_block_ends_well_and_are_not_replaced_by_a_rerun(service: ScriptedService) -> None:
+    def body() -> set[str]:
+        with jobs_cancelled_at_end():
+            first = create_job("block", SUB_JOBS)
+        return {first, create_job("block", SUB_JOBS)}
+
+    (only,) = in_a_flow(body)
+    assert service.jobs[only]["status"] == "cancelled"
+
+
+def test_jobs_are_cancelled_when_the_block_fails_and_a_rerun_gets_a_new_one(service: ScriptedService) -> None:
+    def body() -> list[str]:
+        def fails(job_id: str) -> None:
+            with jobs_cancelled_at_end():
+                raise JobFailed(job_id=job_id, state="failed")
+
+        first = create_job("block", SUB_JOBS)
+        with pytest.raises(JobFailed):
+            fails(first)
+        return [first, create_job("block", SUB_JOBS)]
+
+    first, second = in_a_flow(body)
+    assert service.jobs[first]["status"] == "cancelled"
+    assert service.jobs[second]["status"] == "running"
+
+
+def test_a_suspended_run_keeps_its_jobs(service: ScriptedService) -> None:
+    def body() -> str:
+        def suspends() -> None:
+            with jobs_cancelled_at_end():
+                raise Pause
+
+        job_id = create_job("block", SUB_JOBS)
+        with pytest.raises(Pause):
+            suspends()
+        return job_id
+
+    job_id = in_a_flow(body)
+    assert service.jobs[job_id]["status"] == "running"
+
+
+def test_one_job_that_cannot_be_cancelled_does_not_save_the_next(
+    service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+
+    def refuse_the_first(job_id: str) -> None:
+        if job_id == min(service.jobs):
+            raise TransportError("no route")
+
+    def body() -> None:
+        for name in ("a", "b"):
+            create_job("block", SUB_JOBS, name=name)
+        service.before["cancel"] = refuse_the_first
+        run_to_end(cancel_jobs_of_run(RunLabels(flow_run.id), logging.getLogger("a-test")))
+
+    in_a_flow(body)
+    assert sorted(job["status"] for job in service.jobs.values()) == ["cancelled", "running"]
+    assert f"job {min(service.jobs)} could not be cancelled" in caplog.text
+
+
+@pytest.mark.parametrize("status", ["failed", "terminated", "cancelled"])
+def test_cancelling_what_has_ended_is_no_error(service: ScriptedService, status: str) -> None:
+    service.jobs["j"] = {"job_id": "j", "status": status}
+    assert in_a_flow(lambda: [cancel_job("block", "j"), cancel_job("block", "unknown")]) == ["j", "unknown"]
