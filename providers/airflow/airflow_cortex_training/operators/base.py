@@ -1,0 +1,126 @@
+"""What every operator of this provider has: a connection, a durable record, and failures that say what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseOperator
+from airflow.sdk.configuration import conf
+from airflow.sdk.exceptions import AirflowFailException
+
+from airflow_cortex_training.connection import Target
+from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from cortex_training.errors import (
+    AuthError,
+    ConfigurationError,
+    CortexTrainingError,
+    JobFailed,
+    NotFoundError,
+    RequestFailed,
+)
+
+if TYPE_CHECKING:
+    from cortex_training.client import CortexTrainingClient
+
+DEFER_GRACE_S = 10.0
+"""A trigger emits nothing earlier than this after the deferral: Airflow 3.3 may take an event that overtakes the end of
+the first leg for a lost task and fail it."""
+
+_LOG_LINES = 5
+_PERMANENT = (ConfigurationError, AuthError, NotFoundError)
+
+
+def default_deferrable() -> bool:
+    """Airflow's own setting, ``[operators] default_deferrable``."""
+    return bool(conf.getboolean("operators", "default_deferrable", fallback=False))
+
+
+class CortexTrainingOperator(BaseOperator):
+    """An operator that calls Cortex Training.
+
+    Args:
+        conn_id: connection of type ``cortex_training``.
+        database, schema, endpoint: used instead of the connection's own.
+    """
+
+    template_fields: Sequence[str] = ("conn_id", "database", "schema", "endpoint")
+    ui_color = "#dff3fb"
+    ui_fgcolor = "#0b3d4f"
+
+    def __init__(
+        self,
+        *,
+        conn_id: str = CortexTrainingHook.default_conn_name,
+        database: str | None = None,
+        schema: str | None = None,
+        endpoint: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.conn_id = conn_id
+        self.database = database
+        self.schema = schema
+        self.endpoint = endpoint
+
+    @property
+    def target(self) -> Target:
+        return Target(self.conn_id, self.database, self.schema, self.endpoint)
+
+    @property
+    def hook(self) -> CortexTrainingHook:
+        return CortexTrainingHook.for_target(self.target)
+
+    def time_limit_s(self, timeout_s: float) -> float:
+        """`timeout_s`, or less when ``execution_timeout`` is shorter: Airflow itself does not enforce that one over a
+        deferral."""
+        limit = self.execution_timeout
+        return min(timeout_s, limit.total_seconds()) if isinstance(limit, timedelta) else timeout_s
+
+
+def require_text(owner: BaseOperator, name: str, value: object) -> str:
+    """`value` as non-empty text, or a `ConfigurationError` naming the task, the argument and the usual cause."""
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise ConfigurationError.of(
+        f"task {owner.task_id}: {name}",
+        value,
+        "give an id; an empty one usually is the XCom of a task that did not run",
+    )
+
+
+@contextlib.contextmanager
+def clear_failures(client: CortexTrainingClient | None = None) -> Iterator[None]:
+    """Turn errors that a retry cannot mend into `AirflowFailException`, and add the job's own last words to the others.
+
+    The tail of the job's log is asked for only when the job or a request failed, once, and never hides the failure.
+    """
+    try:
+        yield
+    except _PERMANENT as error:
+        raise AirflowFailException(str(error)) from error
+    except (JobFailed, RequestFailed) as error:
+        words = _last_words(client, error.job_id) if client is not None else ""
+        if not words:
+            raise
+        # In place, so that the type stays what retry policies match on.
+        error.args = (f"{error}\nLast lines of the job's log:\n{words}", *error.args[1:])
+        raise
+
+
+def _last_words(client: CortexTrainingClient, job_id: str) -> str:
+    try:
+        page = client.tail_logs(job_id, max_lines=100)
+    except CortexTrainingError:
+        return ""
+    lines = [_line(entry) for entry in page.get("entries") or page.get("lines") or []]
+    errors = [line for line in lines if "error" in line.lower() or "exception" in line.lower()]
+    return "\n".join((errors or lines)[-_LOG_LINES:])
+
+
+def _line(entry: Any) -> str:
+    if isinstance(entry, dict):
+        return str(entry.get("message") or entry.get("line") or entry)[:500]
+    return str(entry)[:500]

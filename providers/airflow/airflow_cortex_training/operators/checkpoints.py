@@ -1,0 +1,231 @@
+"""Checkpoints: save one on the service, bring its files here, publish it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures, require_text
+from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
+from cortex_training.config import CheckpointType
+from cortex_training.errors import ConfigurationError, ProtocolError
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from cortex_training.client import CortexTrainingClient
+
+_PROGRESS_STEP = 0.1
+
+
+class CortexTrainingSaveOperator(CortexTrainingRequestOperator):
+    """Save a checkpoint on the service.
+
+    Args:
+        checkpoint_type: ``resumable`` (weights, optimizer, step) or ``weights-only`` (Hugging Face files,
+            exportable).
+
+    A retry whose predecessor may have saved already saves again: that costs space and changes nothing.
+
+    Returns (XCom): ``job_id``, ``checkpoint_id``, ``checkpoint_type``, ``global_steps``, ``created_at``.
+    """
+
+    template_fields = (*CortexTrainingRequestOperator.template_fields, "checkpoint_type")
+    operation = "save"
+
+    def __init__(self, *, checkpoint_type: str = CheckpointType.RESUMABLE, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.checkpoint_type = checkpoint_type
+
+    def check(self) -> None:
+        if str(self.checkpoint_type).lower() not in set(CheckpointType):
+            raise ConfigurationError.of(
+                f"task {self.task_id}: checkpoint_type", self.checkpoint_type, f"use one of {', '.join(CheckpointType)}"
+            )
+
+    def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str:
+        return client.save(self.job_id, None, str(self.checkpoint_type).lower())
+
+    def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        from cortex_training.protocol.results import checkpoint_id
+
+        saved = checkpoint_id(result)
+        if not saved:
+            raise ProtocolError(
+                f"save on job {self.job_id} ended without a checkpoint id; it answered {sorted(result)}"
+            )
+        listed = listed_checkpoint(client, self.job_id, saved)
+        return {
+            "job_id": self.job_id,
+            "checkpoint_id": saved,
+            "checkpoint_type": str(self.checkpoint_type).lower(),
+            "global_steps": listed.get("global_steps"),
+            "created_at": listed.get("created_at"),
+        }
+
+
+class CortexTrainingExportOperator(CortexTrainingOperator):
+    """Download a weights-only checkpoint below a root, as a save that can be published.
+
+    The files go to ``<root>/exec/<attempt>/<checkpoint id>/``; the save's manifest, with sizes and SHA-256, is
+    written last. A retry goes on where the download stopped: whole files stay, partial ones are continued. Links to
+    the files are secrets; they appear in no log and no XCom.
+
+    Args:
+        job_id, checkpoint_id: usually ``save.output["job_id"]`` and ``save.output["checkpoint_id"]``.
+        root: an existing directory that workers share.
+        metrics: numbers to keep in the manifest, e.g. ``train.output``'s losses.
+
+    Returns (XCom): ``save`` (path below the root), ``path``, ``global_steps``, ``files``, ``bytes``.
+    """
+
+    template_fields = (*CortexTrainingOperator.template_fields, "job_id", "checkpoint_id", "root", "metrics")
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        checkpoint_id: str,
+        root: str,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.job_id = job_id
+        self.checkpoint_id = checkpoint_id
+        self.root = root
+        self.metrics = metrics
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        from cortex_training.paths import safe_relative
+        from cortex_training.publication import PosixStore, SaveManifest, download_checkpoint
+
+        with clear_failures():
+            job_id = require_text(self, "job_id", self.job_id)
+            checkpoint_id = require_text(self, "checkpoint_id", self.checkpoint_id)
+            store = PosixStore(require_text(self, "root", self.root))
+            save = f"exec/{attempt_id(context)}/{safe_relative(checkpoint_id)}"
+            hook = self.hook
+            settings = hook.settings()
+            with hook.get_conn() as client:
+                listed = listed_checkpoint(client, job_id, checkpoint_id)
+                files = download_checkpoint(
+                    client,
+                    job_id,
+                    checkpoint_id,
+                    store.locate(save),
+                    self._progress(),
+                    proxy=settings.proxy,
+                    ca_bundle=settings.ca_bundle,
+                )
+            SaveManifest(
+                job_id=job_id,
+                checkpoint_id=checkpoint_id,
+                checkpoint_type=CheckpointType.WEIGHTS_ONLY,
+                global_steps=int(listed.get("global_steps") or 0),
+                created_at=listed.get("created_at"),
+                files=files,
+                metrics=_finite_numbers(self.metrics or {}),
+            ).write(store, save)
+        return {
+            "save": save,
+            "path": store.locate(save),
+            "global_steps": listed.get("global_steps"),
+            "files": len(files),
+            "bytes": sum(file.size for file in files),
+        }
+
+    def _progress(self) -> Any:
+        told = -1.0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal told
+            part = done / total if total else 1.0
+            if part - told >= _PROGRESS_STEP or part >= 1.0 > told:
+                told = part
+                self.log.info("downloaded %.1f of %.1f MB", done / 1e6, total / 1e6)
+
+        return tell
+
+
+class CortexTrainingPublishOperator(CortexTrainingOperator):
+    """Publish a save: from now on it is what `latest` finds. Calls no service.
+
+    Args:
+        root: root of the publication log.
+        save: path of the save below the root, e.g. ``export.output["save"]``.
+        step: the step its weights are at, e.g. ``export.output["global_steps"]``.
+        loss: the loss last measured on the training run, if one was: a save of weights that diverged is refused.
+
+    The publication's epoch is claimed once for a generation of the task, so a retry publishes the same entry.
+
+    Returns (XCom): ``entry``, ``location``, ``epoch``, ``step``, ``created`` (False when it was there already).
+    """
+
+    template_fields = ("root", "save", "step", "loss")
+    ui_color = "#e5f5e0"
+
+    def __init__(self, *, root: str, save: str, step: int, loss: float | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.root = root
+        self.save = save
+        self.step = step
+        self.loss = loss
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        from cortex_training.publication import PublicationLog
+
+        with clear_failures():
+            if self.loss is not None and not math.isfinite(float(self.loss)):
+                raise ConfigurationError.of(
+                    f"task {self.task_id}: loss", self.loss, "the training diverged; its checkpoint is not published"
+                )
+            log = PublicationLog(require_text(self, "root", self.root))
+            record = DurableRecord(context)
+            epoch = (record.current or {}).get("epoch")
+            if epoch is None:
+                epoch = log.claim_epoch({"task": attempt_id(context)}).number
+                record.write(epoch=epoch)
+            entry, created = log.publish(require_text(self, "save", self.save), int(epoch), int(self.step))
+        self.log.info(
+            "published %s (epoch %d, step %d)%s",
+            entry.location,
+            entry.epoch,
+            entry.step,
+            "" if created else ", as before",
+        )
+        return {
+            "entry": entry.name,
+            "location": entry.location,
+            "epoch": entry.epoch,
+            "step": entry.step,
+            "created": created,
+        }
+
+
+def attempt_id(context: Context) -> str:
+    """12 hex digits that name a task instance in paths: DAG, run and task ids may be too long for an entry's name."""
+    ti = context["ti"]
+    text = "\0".join((ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def listed_checkpoint(client: CortexTrainingClient, job_id: str, checkpoint_id: str) -> dict[str, Any]:
+    """The service's own record of a checkpoint. Raises `ConfigurationError` when the job has no such checkpoint."""
+    listed = client.list_checkpoints(job_id)
+    for checkpoint in listed:
+        if checkpoint.get("checkpoint_id") == checkpoint_id:
+            return checkpoint
+    known = ", ".join(str(c.get("checkpoint_id")) for c in listed[-5:]) or "none"
+    raise ConfigurationError.of("checkpoint_id", checkpoint_id, f"job {job_id} does not list it (it lists: {known})")
+
+
+def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(name): value
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    }

@@ -1,0 +1,191 @@
+"""What a job's sampling side does: take over the trained weights, and generate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
+from cortex_training.config import JobType, canonical_job_type
+from cortex_training.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from cortex_training.client import CortexTrainingClient
+
+
+class CortexTrainingWeightSyncOperator(CortexTrainingRequestOperator):
+    """Copy the weights of a job's training sub-job to its sampling sub-jobs.
+
+    Args:
+        source_sub_job_id: default the job's training sub-job.
+        target_sub_job_ids: default all its sampling sub-jobs.
+        weight_format: default ``lora`` when the training sub-job has a ``peft_config``, else the service's.
+
+    Returns (XCom): ``job_id``, ``source``, ``targets``.
+    """
+
+    template_fields = (
+        *CortexTrainingRequestOperator.template_fields,
+        "source_sub_job_id",
+        "target_sub_job_ids",
+        "weight_format",
+    )
+    operation = "weight-sync"
+
+    def __init__(
+        self,
+        *,
+        source_sub_job_id: str | None = None,
+        target_sub_job_ids: Sequence[str] | None = None,
+        weight_format: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.source_sub_job_id = source_sub_job_id
+        self.target_sub_job_ids = target_sub_job_ids
+        self.weight_format = weight_format
+
+    def intent(self, client: CortexTrainingClient, record: Any) -> dict[str, Any]:
+        sub_jobs = client.get_job(self.job_id).get("sub_jobs") or []
+        training = [s for s in sub_jobs if canonical_job_type(s.get("job_type")) == JobType.TRAINING]
+        sampling = [s for s in sub_jobs if canonical_job_type(s.get("job_type")) == JobType.SAMPLING]
+        source = self.source_sub_job_id or next((s["sub_job_id"] for s in training), None)
+        targets = list(self.target_sub_job_ids or [s["sub_job_id"] for s in sampling])
+        if not source or not targets:
+            raise ConfigurationError.of(
+                f"task {self.task_id}: job_id",
+                self.job_id,
+                "a weight sync needs a training and a sampling sub-job; create the job with both",
+            )
+        lora = any((s.get("training_config") or {}).get("peft_config") for s in training)
+        return {"source": source, "targets": targets, "format": self.weight_format or ("lora" if lora else None)}
+
+    def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str:
+        return client.weight_sync(
+            self.job_id, intent["source"], list(intent["targets"]), weight_format=intent.get("format")
+        )
+
+    def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        return {"job_id": self.job_id}
+
+
+class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
+    """Generate from a job's sampling sub-job and write the completions to a file.
+
+    Args:
+        prompts: texts, or lists of token ids. They are stored with the rendered fields of the task: give prompts that
+            nobody may read through `prompts_path`.
+        prompts_path: JSON lines file; each line is a text, a list of token ids, or an object with ``prompt``.
+        output_path: JSON lines file to write, one object per prompt: ``prompt``, ``text``, ``token_ids``,
+            ``finish_reason`` as the
+            service gives them. It appears under its name when it is whole.
+        sampling_params: one object for all prompts or a list with one for each.
+        routing_key, strict: as the service has them.
+
+    A retry waits for the same request; a cleared task generates again. A killed one cancels its request.
+
+    Returns (XCom): ``job_id``, ``output_path``, ``count``, ``sha256`` of the file. Completions never go into an XCom.
+    """
+
+    template_fields = (
+        *CortexTrainingRequestOperator.template_fields,
+        "prompts",
+        "prompts_path",
+        "output_path",
+        "sampling_params",
+        "routing_key",
+    )
+    operation = "generate"
+    cancel_on_kill = True
+
+    def __init__(
+        self,
+        *,
+        output_path: str,
+        prompts: Sequence[str | Sequence[int]] | None = None,
+        prompts_path: str | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        routing_key: str | Sequence[str | None] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.output_path = output_path
+        self.prompts = prompts
+        self.prompts_path = prompts_path
+        self.sampling_params = sampling_params
+        self.routing_key = routing_key
+        self.strict = strict
+        self._prompts: list[Any] = []
+
+    def check(self) -> None:
+        if (self.prompts is None) == (not self.prompts_path):
+            raise ConfigurationError(f"task {self.task_id}: give either prompts or prompts_path", field="prompts")
+        folder = os.path.dirname(os.path.abspath(str(self.output_path)))
+        if not os.path.isdir(folder):
+            raise ConfigurationError.of(
+                f"task {self.task_id}: output_path", self.output_path, f"folder {folder} does not exist"
+            )
+        self._prompts = self._read_prompts()
+        if not self._prompts:
+            raise ConfigurationError.of(f"task {self.task_id}: prompts", [], "give at least one prompt")
+
+    def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str:
+        return client.generate(
+            self.job_id, self._prompts, self.sampling_params, routing_key=self.routing_key, strict=self.strict
+        )
+
+    def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        completions = list(result.get("results") or [])
+        prompts = self._prompts or self._read_prompts()
+        lines = []
+        for index, completion in enumerate(completions):
+            prompt = prompts[index] if index < len(prompts) else None
+            fields = completion if isinstance(completion, Mapping) else {"text": completion}
+            lines.append(json.dumps({"prompt": prompt, **_plain(fields)}, ensure_ascii=False))
+        data = "".join(f"{line}\n" for line in lines).encode()
+        _write_whole(Path(str(self.output_path)), data)
+        return {
+            "job_id": self.job_id,
+            "output_path": str(self.output_path),
+            "count": len(completions),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+
+    def _read_prompts(self) -> list[Any]:
+        if not self.prompts_path:
+            return list(self.prompts or [])
+        prompts = []
+        try:
+            with open(self.prompts_path, encoding="utf-8") as file:
+                for line in file:
+                    if line.strip():
+                        value = json.loads(line)
+                        prompts.append(value["prompt"] if isinstance(value, dict) else value)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigurationError.of(f"task {self.task_id}: prompts_path", self.prompts_path, repr(error)) from error
+        return prompts
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists: only the client that submitted a request turns them into lists by itself."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A reader sees the old file or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.write_bytes(data)
+    os.replace(partial, path)

@@ -1,0 +1,276 @@
+"""A whole training run as one task."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout
+
+from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.operators.base import (
+    DEFER_GRACE_S,
+    CortexTrainingOperator,
+    clear_failures,
+    default_deferrable,
+)
+from airflow_cortex_training.operators.checkpoints import attempt_id
+from airflow_cortex_training.operators.jobs import cancel_jobs_of_root, default_experiment_name
+from airflow_cortex_training.run_folder import is_over, next_folder, was_begun, write_plan
+from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
+from cortex_training.errors import ConfigurationError, CortexTrainingError, DeadlineExceeded
+from cortex_training.identity import new_token
+from cortex_training.training import TrainingPlan
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_cortex_training.connection import ConnectionSettings
+    from cortex_training.training import Progress, TrainingResult
+
+WEEK_S = 7 * 86_400.0
+BACKSTOP_S = 900.0
+KILL_S = 20.0
+
+ON_CLEAR = ("resume", "restart")
+
+
+class CortexTrainingTrainOperator(CortexTrainingOperator):
+    """Train as a plan says, to the end, through crashes of workers, triggerers and jobs.
+
+    Deferrable, the run is driven from the triggerer and holds no worker; workers and triggerers must then see
+    `plan.root` and `plan.dataset` under the same paths. Otherwise it is driven here, on the worker. Progress goes to
+    the task's log and, one row a step, to ``metrics.jsonl`` in the root.
+
+    A retry goes on where the last driver stopped: no step is executed twice, none is left out. When the task is
+    cleared, jobs of its earlier generation are cancelled, and then
+
+    * ``on_clear="resume"`` goes on from the root's latest publication; a run that was over starts anew beside it;
+    * ``on_clear="restart"`` starts anew, in ``<root>-r2``, ``-r3``, ...
+
+    A plan with `job_id` trains on a job that another task owns: it is never cancelled or replaced here, and when only
+    a new job could help the task fails and says why. A plan with `sub_jobs` owns its jobs; cancel what an aborted DAG
+    run leaves with `CortexTrainingCancelJobOperator(root=...)` as teardown.
+
+    Args:
+        plan: `cortex_training.training.TrainingPlan`, or its JSON. Templated; with numbers in templates set
+            ``render_template_as_native_obj=True`` on the DAG.
+        timeout_s: longest time for the whole run, seconds; ``execution_timeout`` shortens it. Jobs of the run are
+            cancelled
+            when it is over.
+        deferrable: default is Airflow's ``[operators] default_deferrable``.
+        on_clear: see above.
+
+    Returns (XCom): the run's `cortex_training.training.TrainingResult`: ``root``, ``job_id``, ``steps``,
+    ``global_steps``, ``first_loss``, ``last_loss``, ``checkpoint_id``, ``entry``, ``segments``, ``epoch``.
+    """
+
+    template_fields = (*CortexTrainingOperator.template_fields, "plan")
+    ui_color = "#c9e8f7"
+
+    def __init__(
+        self,
+        *,
+        plan: TrainingPlan | Mapping[str, Any],
+        timeout_s: float = WEEK_S,
+        deferrable: bool | None = None,
+        on_clear: str = "resume",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.plan = plan
+        self.timeout_s = timeout_s
+        self.deferrable = default_deferrable() if deferrable is None else deferrable
+        if on_clear not in ON_CLEAR:
+            raise ConfigurationError.of(f"task {self.task_id}: on_clear", on_clear, f"use one of {', '.join(ON_CLEAR)}")
+        self.on_clear = on_clear
+        self._driving: tuple[str, ConnectionSettings] | None = None
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        with clear_failures():
+            settings = self.hook.settings()
+            plan = self._checked_plan(context, settings)
+            record = DurableRecord(context)
+            plan = self._rooted(plan, record)
+            attempt, nonce = attempt_id(context), new_token()
+            record.write(root=plan.root, attempt=attempt)
+            record.publish_token(plan.root)
+            if self.deferrable:
+                write_plan(plan, attempt, nonce)
+        if not self.deferrable:
+            return self._drive(plan, settings, attempt, context)
+        return self._defer(plan, record, attempt, nonce)
+
+    def _defer(self, plan: TrainingPlan, record: DurableRecord, attempt: str, nonce: str) -> NoReturn:
+        limit_s = self.time_limit_s(self.timeout_s)
+        now = time.time()
+        self.defer(
+            trigger=CortexTrainingTrainTrigger(
+                target=self.target.to_kwargs(),
+                root=plan.root,
+                attempt=attempt,
+                nonce=nonce,
+                not_before=now + DEFER_GRACE_S,
+                deadline=now + limit_s,
+                generation=record.generation,
+            ),
+            method_name="execute_complete",
+            kwargs={"root": plan.root},
+            timeout=timedelta(seconds=limit_s + BACKSTOP_S),
+        )
+
+    def execute_complete(
+        self, context: Context, event: dict[str, Any] | None = None, root: str | None = None
+    ) -> dict[str, Any]:
+        """The worker leg after the run: hand over its result, or fail without leaving a job behind."""
+        event = event or {}
+        root = event.get("root") or root or (DurableRecord(context).current or {}).get("root")
+        if event.get("status") == Status.TRAINED:
+            result = dict(event["result"])
+            self.log.info("trained %s steps, loss %s -> %s", result["steps"], result["first_loss"], result["last_loss"])
+            return result
+        reason = str(event.get("error") or "the trigger gave no reason")
+        if event.get("status") == Status.TIMEOUT:
+            self._cancel_journal(root)
+            raise self._too_late(str(root))
+        if event.get("permanent") or event.get("status") == Status.DENIED:
+            self._cancel_journal(root)
+            raise AirflowFailException(f"the training run in {root}: {reason}")
+        self._cancel_if_last_try(context, root)
+        raise TrainingRunError(f"the training run in {root}: {reason}")
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        try:
+            return super().resume_execution(next_method, next_kwargs, context)
+        except TaskDeferralTimeout:
+            # Neither an event nor execute_complete will come: this is the only place left to end the run's jobs.
+            self._cancel_journal((DurableRecord(context).current or {}).get("root"))
+            raise
+        except TaskDeferralError:
+            self._cancel_if_last_try(context, (DurableRecord(context).current or {}).get("root"))
+            raise
+
+    def on_kill(self) -> None:
+        if self._driving is None:
+            return
+        root, settings = self._driving
+        # Airflow calls this from a signal handler, on the thread whose event loop drives the run: another loop needs
+        # another thread.
+        thread = threading.Thread(target=self._cancel_from_thread, args=(root, settings), daemon=True)
+        thread.start()
+        thread.join(timeout=KILL_S)
+
+    # Before
+
+    def _checked_plan(self, context: Context, settings: ConnectionSettings) -> TrainingPlan:
+        given = self.plan
+        if not isinstance(given, (TrainingPlan, Mapping)):
+            raise ConfigurationError.of(f"task {self.task_id}: plan", given, "give a TrainingPlan or its JSON object")
+        plan = given if isinstance(given, TrainingPlan) else TrainingPlan.from_dict(given)
+        if plan.owns_job:
+            plan = replace(
+                plan,
+                experiment_name=plan.experiment_name or default_experiment_name(context),
+                hardware=plan.hardware or settings.hardware,
+            )
+        plan.validate()
+        return plan
+
+    def _rooted(self, plan: TrainingPlan, record: DurableRecord) -> TrainingPlan:
+        """The plan with the root of this generation; jobs of an earlier generation are cancelled on the way."""
+        if record.current:
+            return replace(plan, root=str(record.current["root"]))
+        if record.superseded is None:
+            return plan
+        before = str(record.superseded.get("root") or plan.root)
+        self._cancel_journal(before)
+        if self.on_clear == "restart" or is_over(before, plan.steps):
+            return replace(plan, root=next_folder(plan.root))
+        return replace(plan, root=before)
+
+    # Driving on the worker
+
+    def _drive(
+        self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str, context: Context
+    ) -> dict[str, Any]:
+        from cortex_training.training import RunFailed, RunInterrupted
+
+        self._driving = (plan.root, settings)
+        try:
+            with clear_failures():
+                result = asyncio.run(self._run(plan, settings, attempt))
+        except RunInterrupted as error:
+            self._cancel_journal(plan.root)
+            raise self._too_late(plan.root) from error
+        except RunFailed as error:
+            raise AirflowFailException(str(error)) from error
+        except AirflowFailException:
+            self._cancel_journal(plan.root)
+            raise
+        except CortexTrainingError:
+            self._cancel_if_last_try(context, plan.root)
+            raise
+        self._driving = None
+        return result.to_dict()
+
+    async def _run(self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str) -> TrainingResult:
+        from cortex_training.aio import AsyncCortexTrainingClient
+        from cortex_training.training import run
+
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(self.time_limit_s(self.timeout_s), stop.set)
+        async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+            return await run(plan, client, self._tell, attempt=attempt, stop=stop)
+
+    def _tell(self, moment: Progress) -> None:
+        self.log.info("%s", moment.line())
+
+    # After
+
+    def _too_late(self, root: str) -> DeadlineExceeded:
+        limit_s = self.time_limit_s(self.timeout_s)
+        return DeadlineExceeded(
+            f"the training run in {root} did not end within {limit_s:.0f} s; its jobs were cancelled. What it "
+            "published counts: a retry or a clear goes on from there.",
+            timeout_s=limit_s,
+        )
+
+    def _cancel_if_last_try(self, context: Context, root: str | None) -> None:
+        """Between tries the job stays: the retry goes on with it. After the last one nobody would."""
+        if context["ti"].try_number > context["ti"].max_tries:
+            self._cancel_journal(root)
+
+    def _cancel_journal(self, root: str | None) -> None:
+        if not root:
+            return
+        try:
+            if not was_begun(root):
+                return
+            cancelled = asyncio.run(cancel_jobs_of_root(self.hook, root))
+        except CortexTrainingError as error:
+            self.log.warning("could not cancel the jobs of %s, they end at their idle timeout: %s", root, error)
+            return
+        self.log.info("cancelled %s", ", ".join(cancelled) or "nothing, no job of this run was left")
+
+    def _cancel_from_thread(self, root: str, settings: ConnectionSettings) -> None:
+        async def cancel() -> list[str]:
+            from cortex_training.aio import AsyncCortexTrainingClient
+            from cortex_training.training import cancel_jobs
+
+            async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+                return await cancel_jobs(root, client)
+
+        try:
+            self.log.info("killed; cancelled %s", ", ".join(asyncio.run(cancel())) or "nothing")
+        except CortexTrainingError as error:
+            self.log.warning("killed; could not cancel the jobs of %s: %s", root, error)
+
+
+class TrainingRunError(CortexTrainingError, RuntimeError):
+    """A run ended without a result for a reason that may pass; a retry goes on with it."""

@@ -1,0 +1,100 @@
+"""What a task leaves in a run's root for the trigger that drives the run: the plan, and a nonce that proves it.
+
+Worker and triggerer are different machines. When the root is a path that only one of them sees, the triggerer would
+start a second, empty run beside the real one; so it must first read back what the worker has just written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from cortex_training.errors import ConfigurationError
+from cortex_training.publication import PosixStore
+from cortex_training.training import TrainingPlan, status
+from cortex_training.training.journal import read_journal
+
+PLAN_FILE = "plan.json"
+
+SILENT_S = 3600.0
+"""A driver that is alive writes at least one record in so long, unless one request takes longer."""
+
+_VERSION = 1
+
+
+class RootNotVisible(ConfigurationError):
+    """The root that a worker prepared can't be read here."""
+
+
+class PlanReplaced(Exception):
+    """Another try of the task has written its own plan since: this trigger's run is not wanted any more."""
+
+
+def write_plan(plan: TrainingPlan, attempt: str, nonce: str) -> None:
+    """Put the plan of this try into ``<root>/exec/<attempt>/plan.json``, durable on return.
+
+    Raises `ConfigurationError` when the root can't be made or written.
+    """
+    from cortex_training.training.root import open_root
+
+    store = open_root(plan.root)
+    document = {"v": _VERSION, "nonce": nonce, "plan": plan.to_dict()}
+    store.write(_name(attempt), json.dumps(document, sort_keys=True, indent=1).encode())
+
+
+def read_plan(root: str, attempt: str, nonce: str) -> TrainingPlan:
+    """The plan that the worker left. Raises `RootNotVisible` or `PlanReplaced`."""
+    path = Path(root) / _name(attempt)
+    try:
+        document = json.loads(path.read_bytes())
+        found, plan = document["nonce"], document["plan"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RootNotVisible(
+            f"root {root} not visible from the triggerer ({type(error).__name__} at {path}): use a shared path or s3://"
+            " that workers and triggerers see under the same name, or deferrable=False",
+            field="plan.root",
+        ) from error
+    if found != nonce:
+        raise PlanReplaced(f"{path} belongs to another try of the task")
+    return TrainingPlan.from_dict(plan)
+
+
+def was_begun(root: str) -> bool:
+    """Whether a run has left anything in `root`.
+
+    Raises `ConfigurationError` when not even the folder around it is there: that is a file system which is not mounted,
+    and its run may well have jobs.
+    """
+    parent = os.path.dirname(os.path.abspath(root))
+    if not os.path.isdir(parent):
+        raise ConfigurationError.of("root", root, f"its folder {parent} does not exist here; mount it, then try again")
+    return os.path.isdir(os.path.join(root, "journal"))
+
+
+def is_over(root: str, steps: int) -> bool:
+    """Whether the run at `root` has trained all `steps`, or diverged: going on would do nothing."""
+    try:
+        state = status(root).state
+    except FileNotFoundError:
+        return False
+    return state.finished_steps >= steps or bool(state.diverged)
+
+
+def is_let_go(root: str) -> bool:
+    """Whether nobody drives the run at `root`: its driver released it, or wrote nothing for very long."""
+    last = read_journal(PosixStore(root))[-1]
+    return last.type == "released" or time.time() - last.at > SILENT_S
+
+
+def next_folder(root: str) -> str:
+    """``<root>-r2``, ``-r3``, ...: the first in which no run was begun."""
+    number = 2
+    while os.path.exists(os.path.join(f"{root}-r{number}", "run.json")):
+        number += 1
+    return f"{root}-r{number}"
+
+
+def _name(attempt: str) -> str:
+    return f"exec/{attempt}/{PLAN_FILE}"

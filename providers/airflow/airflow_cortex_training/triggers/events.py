@@ -1,0 +1,38 @@
+"""What a trigger tells the worker leg that follows it: ids, a reason code, a few words. No result, no secret."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+EVENT_VERSION = 1
+MAX_ERROR_CHARS = 400
+
+
+class Status(StrEnum):
+    SETTLED = "settled"
+    """The request has its result or its error; the worker fetches it."""
+    RUNNING = "running"
+    """The job runs."""
+    ENDED = "ended"
+    """The job ended, so what was waited for will not come."""
+    TIMEOUT = "timeout"
+    """The absolute deadline passed."""
+    DENIED = "denied"
+    """The service refused the credential, also after the connection was read again."""
+    LOST = "lost"
+    """The service does not know the id (any more)."""
+    REFUSED = "refused"
+    """What was asked for can't be waited for in this way."""
+    TRAINED = "trained"
+    """A training run reached its end."""
+    FAILED = "failed"
+    """A training run can't go on by itself."""
+
+
+def event(status: Status, *, error: str = "", **fields: Any) -> dict[str, Any]:
+    """The payload of a trigger's one event. It is stored in plain text and logged, so it stays small."""
+    payload = {"v": EVENT_VERSION, "status": status.value, **fields}
+    if error:
+        payload["error"] = error if len(error) <= MAX_ERROR_CHARS else error[: MAX_ERROR_CHARS - 1] + "…"
+    return payload

@@ -1,0 +1,152 @@
+"""Waiting for a request of a running job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from airflow_cortex_training.connection import Target
+from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from airflow_cortex_training.triggers import kill
+from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.hub import PollHub, open_hub
+from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
+from cortex_training.errors import ConflictError
+from cortex_training.protocol.pace import Bounds
+from cortex_training.states import RequestState, is_terminal_job, is_terminal_request, job_state, request_state
+
+_BOUNDS = Bounds(shortest_s=1.0, longest_s=15.0)
+STREAMING_OPERATIONS = frozenset({"generate-stream"})
+
+
+class CortexTrainingRequestTrigger(BaseTrigger):
+    """Fires once when a request has its result or error, when its job ended, or at the deadline. It only reads.
+
+    Args:
+        target: `Target.to_kwargs`.
+        operation: what was submitted, e.g. ``step``; requests of one operation on one job share what is known of
+            their
+            durations. ``generate-stream`` is refused: a poll takes events away from whoever reads the stream.
+        started, not_before, deadline: UTC epoch seconds: when it was submitted, when an event may be fired, when to
+            give up.
+        generation: of the task instance, see `durable`.
+        cancel_on_kill: whether the request is cancelled when a user ends the task.
+        v: version of these arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: dict[str, str],
+        job_id: str,
+        request_id: str,
+        operation: str,
+        started: float,
+        not_before: float,
+        deadline: float,
+        generation: list[int],
+        cancel_on_kill: bool = False,
+        v: int = TRIGGER_VERSION,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        self.target = target
+        self.job_id = job_id
+        self.request_id = request_id
+        self.operation = operation
+        self.started = started
+        self.not_before = not_before
+        self.deadline = deadline
+        self.generation = generation
+        self.cancel_on_kill = cancel_on_kill
+        self.v = v
+        self.unknown = unknown
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return (
+            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
+            {
+                "v": self.v,
+                "target": self.target,
+                "job_id": self.job_id,
+                "request_id": self.request_id,
+                "operation": self.operation,
+                "started": self.started,
+                "not_before": self.not_before,
+                "deadline": self.deadline,
+                "generation": self.generation,
+                "cancel_on_kill": self.cancel_on_kill,
+                **self.unknown,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        check_version(self, self.v, self.unknown)
+        outcome = await self._wait()
+        await sleep_until(self.not_before)
+        yield TriggerEvent(
+            event(
+                outcome.status,
+                job_id=self.job_id,
+                request_id=self.request_id,
+                state=outcome.state,
+                error=outcome.error,
+            )
+        )
+        return
+
+    async def _wait(self) -> Outcome:
+        if self.operation in STREAMING_OPERATIONS:
+            return Outcome(Status.REFUSED, error=f"{self.operation} can't be waited for here: {_STREAMS}")
+        async with open_hub(Target(**self.target)) as hub:
+            durations = hub.durations_of(self.job_id, self.operation)
+            outcome = await wait_for(
+                lambda: self._look(hub),
+                what=f"{self.operation} request {self.request_id} of job {self.job_id}",
+                started=self.started,
+                deadline=self.deadline,
+                bounds=_BOUNDS,
+                durations=durations.recent(),
+                log=self.log,
+            )
+            if outcome.status == Status.SETTLED:
+                durations.observe(0.0, time.time() - self.started)
+            return outcome
+
+    async def _look(self, hub: PollHub) -> Outcome | None:
+        from airflow_cortex_training.triggers.session import ReplyTooLarge
+
+        try:
+            reply = await hub.request_status(self.job_id, self.request_id)
+        except ReplyTooLarge:
+            # Only a finished request has so much to say. What it says is for the worker.
+            return Outcome(Status.SETTLED)
+        except ConflictError as refusal:
+            # Polls are served while the job runs; if it does not, that is the answer.
+            job = await hub.job(self.job_id)
+            if is_terminal_job(job.get("status")):
+                return Outcome(Status.ENDED, job_state(job.get("status")), str(job.get("reason") or refusal))
+            return None
+        state = request_state(reply.get("status"))
+        if state == RequestState.STREAMING:
+            return Outcome(Status.REFUSED, state, f"request {self.request_id} streams: {_STREAMS}")
+        return Outcome(Status.SETTLED, state) if is_terminal_request(state) else None
+
+    async def on_kill(self) -> None:
+        if self.cancel_on_kill:
+            await kill.unbroken(self._cancel())
+
+    async def _cancel(self) -> None:
+        if not await kill.may_cancel(self.task_instance, self.request_id, self.generation):
+            return
+        # A client of its own: cleanup has run by now, and the hub only reads.
+        client = await CortexTrainingHook.for_target(Target(**self.target)).get_async_client()
+        async with client:
+            await client.cancel_request(self.job_id, self.request_id)
+        self.log.info("cancelled request %s of job %s: its task was ended by a user", self.request_id, self.job_id)
+
+
+_STREAMS = "a poll would take its events away from the reader; use generate without streaming"

@@ -1,0 +1,180 @@
+"""Driving a training run from the triggerer, so that no worker is held while GPUs work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from airflow_cortex_training.connection import ConnectionSettings, Target
+from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from airflow_cortex_training.run_folder import PlanReplaced, is_let_go, read_plan
+from airflow_cortex_training.triggers import kill
+from airflow_cortex_training.triggers.engine import STOP_S, EngineRun
+from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, check_version, sleep_until
+from cortex_training.errors import AuthError, ConfigurationError, CortexTrainingError
+from cortex_training.training import TrainingPlan
+
+SUPERSEDED_LOOK_S = 15.0
+_TELL_EVERY_S = 2.0
+
+
+class CortexTrainingTrainTrigger(BaseTrigger):
+    """Drives the run in `root` to its end and fires once.
+
+    It may start again at any moment and on any triggerer: the run's root says what was done, and the journal covers
+    every POST. When the triggerer shuts down it stops sending, waits up to 8 s for what is in flight, and releases
+    the root.
+
+    Args:
+        target: `Target.to_kwargs`.
+        root, attempt, nonce: where the worker left the plan and how to recognise it.
+        not_before, deadline: UTC epoch seconds.
+        generation: of the task instance, see `durable`.
+        v: version of these arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: dict[str, str],
+        root: str,
+        attempt: str,
+        nonce: str,
+        not_before: float,
+        deadline: float,
+        generation: list[int],
+        v: int = TRIGGER_VERSION,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        self.target = target
+        self.root = root
+        self.attempt = attempt
+        self.nonce = nonce
+        self.not_before = not_before
+        self.deadline = deadline
+        self.generation = generation
+        self.v = v
+        self.unknown = unknown
+        self._run: EngineRun | None = None
+        self._told = 0.0
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return (
+            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
+            {
+                "v": self.v,
+                "target": self.target,
+                "root": self.root,
+                "attempt": self.attempt,
+                "nonce": self.nonce,
+                "not_before": self.not_before,
+                "deadline": self.deadline,
+                "generation": self.generation,
+                **self.unknown,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        check_version(self, self.v, self.unknown)
+        payload = await self._payload()
+        await sleep_until(self.not_before)
+        yield TriggerEvent(payload)
+        return
+
+    async def _payload(self) -> dict[str, Any]:
+        """Drive the run until there is something to tell."""
+        from cortex_training.training import RunFailed, RunInterrupted, Superseded
+
+        hook = CortexTrainingHook.for_target(Target(**self.target))
+        while True:
+            try:
+                plan = await asyncio.to_thread(read_plan, self.root, self.attempt, self.nonce)
+                settings = await hook.asettings()
+                try:
+                    result = await self._drive(plan, settings)
+                except AuthError as error:
+                    if await hook.asettings() == settings:
+                        return self._failed(Status.DENIED, error, permanent=True)
+                    self.log.info("connection %s has another credential now; going on with it", hook.conn_id)
+                    continue
+            except (PlanReplaced, Superseded) as error:
+                # Another driver is at work, on another triggerer or in another try of the task. It sends the event;
+                # this one stands by, in case that one dies.
+                self.log.info("standing by: %s", error)
+                await self._stand_by()
+            except RunInterrupted:
+                return event(Status.TIMEOUT, root=self.root)
+            except (ConfigurationError, RunFailed) as error:
+                return self._failed(Status.FAILED, error, permanent=True)
+            except CortexTrainingError as error:
+                return self._failed(Status.FAILED, error, permanent=False)
+            else:
+                return event(Status.TRAINED, root=self.root, result={**result.to_dict(), "root": self.root})
+
+    async def _drive(self, plan: TrainingPlan, settings: ConnectionSettings) -> Any:
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+        def progress(moment: Any) -> None:
+            if not loop.is_closed():
+                # In the trigger's own context: it is how Airflow knows whose log a line belongs to.
+                loop.call_soon_threadsafe(self._tell, moment, context=context)
+
+        async def start(stop: asyncio.Event) -> Any:
+            from cortex_training.aio import AsyncCortexTrainingClient
+            from cortex_training.training import run
+
+            async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+                return await run(plan, client, progress, attempt=self.attempt, stop=stop)
+
+        engine = self._run = EngineRun(start)
+        try:
+            return await asyncio.wait_for(engine.result(), timeout=max(0.0, self.deadline - time.time()))
+        except TimeoutError:
+            engine.ask_to_stop()
+            return await engine.result()
+        except asyncio.CancelledError:
+            # Shutdown or kill. A second cancellation ends this wait; the run stops by itself all the same.
+            engine.ask_to_stop()
+            await engine.ended(STOP_S)
+            raise
+
+    def _tell(self, moment: Any) -> None:
+        now = time.monotonic()
+        if moment.stage == "train" and now - self._told < _TELL_EVERY_S and moment.step < moment.steps:
+            return
+        self._told = now
+        self.log.info("%s", moment.line())
+
+    async def _stand_by(self) -> None:
+        """Until the run was let go by its present driver, or is over, or the deadline."""
+        while time.time() < self.deadline:
+            await asyncio.sleep(SUPERSEDED_LOOK_S)
+            if await asyncio.to_thread(is_let_go, self.root):
+                return
+
+    def _failed(self, status: Status, error: Exception, *, permanent: bool) -> dict[str, Any]:
+        return event(status, root=self.root, permanent=permanent, error=str(error))
+
+    async def on_kill(self) -> None:
+        await kill.unbroken(self._cancel())
+
+    async def _cancel(self) -> None:
+        from cortex_training.training import cancel_jobs
+
+        if self._run is not None:
+            # Its last act may be to create a replacement; cancelling before that would miss it.
+            self._run.ask_to_stop()
+            await self._run.ended(STOP_S)
+        if not await kill.may_cancel(self.task_instance, self.root, self.generation):
+            return
+        client = await CortexTrainingHook.for_target(Target(**self.target)).get_async_client()
+        async with client:
+            cancelled = await cancel_jobs(self.root, client)
+        self.log.info("cancelled %s: the task was ended by a user", ", ".join(cancelled) or "nothing, no job was left")

@@ -1,0 +1,106 @@
+"""One wait in the triggerer: look, sleep, look again, until there is something to tell or the deadline is over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_cortex_training.triggers.events import Status
+from cortex_training.errors import (
+    AuthError,
+    ConfigurationError,
+    CortexTrainingError,
+    NotFoundError,
+    RateLimitedError,
+    ServiceError,
+    TransportError,
+)
+from cortex_training.protocol.pace import Bounds, Pace
+
+TRIGGER_VERSION = 1
+
+LOST_AFTER_S = 60.0
+"""A 404 is believed after so long: ids created on one node may be unknown to another for some seconds."""
+
+_TRANSIENT = (TransportError, RateLimitedError, ServiceError)
+_COMPLAIN_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why a wait is over, and the state that ended it."""
+
+    status: Status
+    state: str = ""
+    error: str = ""
+
+
+Look = Callable[[], Awaitable[Outcome | None]]
+
+
+async def wait_for(
+    look: Look,
+    *,
+    what: str,
+    started: float,
+    deadline: float,
+    bounds: Bounds,
+    durations: tuple[float, ...] = (),
+    log: Any,
+) -> Outcome:
+    """Call `look` until it returns an outcome. `started` and `deadline` are UTC epoch seconds and survive restarts.
+
+    A service that does not answer, or answers 5xx or 429, is waited for until the deadline: giving up would make the
+    task retry, and a retry can cost a second job. Anything else that goes wrong is an outcome.
+    """
+    pace = Pace(bounds, random.Random(), durations)
+    unknown_since: float | None = None
+    complained = 0.0
+    while True:
+        try:
+            outcome = await look()
+            unknown_since = None
+        except AuthError as error:
+            outcome = Outcome(Status.DENIED, error=str(error))
+        except ConfigurationError as error:
+            outcome = Outcome(Status.REFUSED, error=str(error))
+        except NotFoundError as error:
+            unknown_since = unknown_since or time.monotonic()
+            outcome = None
+            if time.monotonic() - unknown_since >= LOST_AFTER_S:
+                outcome = Outcome(Status.LOST, error=str(error))
+        except _TRANSIENT as error:
+            outcome = None
+            if time.monotonic() - complained >= _COMPLAIN_EVERY_S:
+                log.warning("still waiting for %s although it could not be asked: %s", what, error)
+                complained = time.monotonic()
+        except CortexTrainingError as error:
+            outcome = Outcome(Status.REFUSED, error=str(error))
+        if outcome is not None:
+            return outcome
+        now = time.time()
+        if now >= deadline:
+            return Outcome(Status.TIMEOUT)
+        await asyncio.sleep(min(pace.delay_s(max(0.0, now - started)), deadline - now))
+
+
+async def sleep_until(moment: float) -> None:
+    """`moment` in UTC epoch seconds."""
+    await asyncio.sleep(max(0.0, moment - time.time()))
+
+
+def check_version(trigger: object, version: int, unknown: dict[str, Any]) -> None:
+    """Raise when the kwargs of a trigger were written by a newer release than this one.
+
+    Called from ``run``, not from ``__init__``: an exception there would end Airflow's whole trigger runner.
+    """
+    if version > TRIGGER_VERSION or unknown:
+        raise RuntimeError(
+            f"{type(trigger).__name__} was deferred by a newer release (version {version}, unknown fields "
+            f"{sorted(unknown)}); this triggerer reads up to version {TRIGGER_VERSION}. Upgrade "
+            "airflow-provider-cortex-training where triggerers run, then retry the task."
+        )

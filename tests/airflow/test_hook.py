@@ -1,0 +1,91 @@
+"""Connections: what is accepted, what is refused and how the refusal reads, and that the token stays where it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from airflow_cortex_training.connection import ConnectionSettings, Target
+from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from cortex_training.errors import ConfigurationError
+
+PAT = "pat-0123456789-very-secret"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("acme.snowflakecomputing.com", "https://acme.snowflakecomputing.com"),
+        ("https://acme.example:8443", "https://acme.example:8443"),
+        ("https://acme.example/", "https://acme.example"),
+        ("http://127.0.0.1:8080", "http://127.0.0.1:8080"),
+    ],
+)
+def test_host_may_be_a_name_or_a_url(connection, host: str, expected: str) -> None:
+    assert CortexTrainingHook(connection(host=host)).settings().base_url == expected
+
+
+def test_a_port_of_its_own_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "AIRFLOW_CONN_CT", '{"conn_type":"cortex_training","host":"h","port":9,"schema":"S","password":"token-token"}'
+    )
+    assert CortexTrainingHook("ct", database="D").settings().base_url == "https://h:9"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"host": ""}, "host"),
+        ({"host": "ftp://acme.example"}, "host"),
+        ({"host": "https://acme.example/api/v2"}, "host"),
+        ({"database": None}, "database"),
+        ({"schema": ""}, "schema"),
+        ({"password": ""}, "password"),
+        ({"verify": "perhaps"}, "verify"),
+        ({"ca_bundle": 7}, "ca_bundle"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_connection(connection, fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'ct'.*{named}"):
+        CortexTrainingHook(connection("ct", **fields)).settings()
+
+
+def test_an_unknown_connection_is_named_with_the_fix() -> None:
+    with pytest.raises(ConfigurationError, match=r"'nowhere' does not exist.*AIRFLOW_CONN_NOWHERE"):
+        CortexTrainingHook("nowhere").settings()
+
+
+def test_a_host_with_credentials_is_refused_without_showing_them(connection) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        CortexTrainingHook(connection(host="https://user:hunter2@acme.example")).settings()
+    assert "hunter2" not in str(refusal.value)
+
+
+async def test_both_ways_of_reading_agree(connection) -> None:
+    hook = CortexTrainingHook(connection(hardware="B200", verify=False, proxy="http://proxy.example:3128"), schema="S")
+    assert await hook.asettings() == hook.settings()
+    assert hook.settings().schema == "S"
+    assert hook.settings().hardware == "B200"
+    assert hook.settings().verify is False
+
+
+def test_the_token_is_in_no_representation(connection) -> None:
+    settings = CortexTrainingHook(connection(proxy="http://u:swordfish@proxy.example:3128")).settings()
+    assert settings.pat == PAT
+    assert PAT not in repr(settings)
+    assert "swordfish" not in repr(settings)
+    assert PAT not in "".join(settings.endpoint_key[:5])
+
+
+def test_a_target_survives_trigger_kwargs() -> None:
+    target = Target("ct", database="D")
+    assert target.to_kwargs() == {"conn_id": "ct", "database": "D"}
+    assert Target(**target.to_kwargs()) == target
+
+
+def test_endpoint_key_differs_where_sessions_must() -> None:
+    def settings(**fields: object) -> ConnectionSettings:
+        return ConnectionSettings(**{"conn_id": "a", "base_url": "b", "database": "d", "schema": "s", **fields})
+
+    assert settings().endpoint_key == settings(pat="other").endpoint_key
+    for field in ({"schema": "t"}, {"verify": False}, {"base_url": "c"}, {"endpoint": "e"}, {"database": "f"}):
+        assert settings().endpoint_key != settings(**field).endpoint_key
