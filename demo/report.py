@@ -62,12 +62,13 @@ class Facts:
 
 def shortfall(held_out: Comparison) -> str | None:
     """Why the held-out result is not good enough, or None when it is."""
-    fall = -held_out.relative_change
-    if fall < REQUIRED_FALL:
-        return f"held-out loss fell by {fall:.1%}; {REQUIRED_FALL:.0%} or more is required"
+    change = held_out.relative_change
+    if change > -REQUIRED_FALL:
+        moved = f"fell by {-change:.1%}" if change < 0 else f"rose by {change:.1%}"
+        return f"held-out loss {moved}; it has to fall by {REQUIRED_FALL:.0%} or more"
     if held_out.standard_errors <= REQUIRED_STANDARD_ERRORS:
         return (
-            f"held-out loss fell by {held_out.standard_errors:.1f} standard errors; more than "
+            f"held-out loss fell by {held_out.standard_errors:.2f} standard errors; more than "
             f"{REQUIRED_STANDARD_ERRORS:.0f} are required"
         )
     return None

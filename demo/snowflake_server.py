@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from demo.processes import clean_environment
 from demo.recipes import DATABASE, SCHEMA
 
 HOST = "127.0.0.1"
@@ -68,6 +69,7 @@ class SnowflakeServer:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env=clean_environment(),
             )
         ready = _first_line(self._process, _READY_S)
         if not ready:
@@ -203,7 +205,15 @@ async def _serve(folder: Path, port: int, until_stdin_closes: bool) -> None:
     key_file, certificate_file = make_certificate(folder)
     listener = socket.create_server((HOST, port))
     server = uvicorn.Server(
-        uvicorn.Config(app, ssl_keyfile=key_file, ssl_certfile=certificate_file, log_level="warning", lifespan="off")
+        uvicorn.Config(
+            app,
+            ssl_keyfile=key_file,
+            ssl_certfile=certificate_file,
+            log_level="warning",
+            lifespan="off",
+            # The connector keeps connections open; a stop must not wait for them.
+            timeout_graceful_shutdown=1,
+        )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():  # noqa: ASYNC110, uvicorn has a flag and no event
