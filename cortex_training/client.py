@@ -1,9 +1,539 @@
-"""The client on `requests`: one thread-safe session, the flows of `cortex_training.protocol` driven by blocking
-calls.
+"""The blocking client, on `requests`.
+
+Every method makes one flow of `cortex_training.protocol` and drives it; what is sent, what an answer means and when to
+ask again is written there, once for this client and for `cortex_training.aio`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from cortex_training._requests_driver import RequestsDriver
+from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
+from cortex_training.config import (
+    CheckpointType,
+    Hardware,
+    InferenceConfig,
+    JobType,
+    SubJobConfig,
+    TrainingConfig,
+)
+from cortex_training.errors import ChunkGroupConflictError, ChunkGroupError, ChunkGroupRestartError
+from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, training
+from cortex_training.protocol.calls import Permit
+from cortex_training.protocol.context import Context
+from cortex_training.protocol.generation import Prompts
+from cortex_training.protocol.jobs import Progress
+from cortex_training.protocol.logs import LogStream
+from cortex_training.settings import ClientSettings, checked_settings, settings_of_profile, url_of_host
+
+__all__ = [
+    "CheckpointType",
+    "ChunkGroupConflictError",
+    "ChunkGroupError",
+    "ChunkGroupRestartError",
+    "CortexTrainingClient",
+    "Hardware",
+    "InferenceConfig",
+    "JobType",
+    "SubJobConfig",
+    "TrainingConfig",
+]
+
 
 class CortexTrainingClient:
-    """Skeleton under construction: constructor and methods follow docs/architecture.md."""
+    """Calls the service and waits for answers. Threads may share one client; a forked process gets sockets of its own.
+
+    `base_url`: scheme, host and port. Times in seconds: `poll_timeout` is the longest wait of `poll_request` and
+    `wait_for_job`; `request_timeout` is (connect, read), or one number for both; `retry_budget_s` is how long one call
+    is tried again after failures that its kind allows to repeat. `max_retries`, if given, also limits their number.
+
+    Polls adapt to how long such requests took before on the job; `poll_interval` and `poll_max_interval` bound them,
+    and `poll_backoff_multiplier`, if given, replaces them by the fixed schedule of that growth.
+
+    `auth` is a credential (`cortex_training.auth`). Proxies come from `proxy` or the environment, never a credential
+    from netrc. `token_prompts="tensor"` sends token prompts as int32 tensors instead of JSON lists.
+
+    Methods raise the errors of `cortex_training.errors`. A `permit` is called right before a request's body is written,
+    at every attempt; what it raises goes to the caller, and then that attempt did not reach the service.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        database: str,
+        schema: str,
+        endpoint: str = "cortex-training",
+        poll_interval: float | None = None,
+        poll_timeout: float = 1800.0,
+        poll_backoff_multiplier: float | None = None,
+        poll_max_interval: float | None = None,
+        pool_maxsize: int = 1024,
+        max_retries: int | None = None,
+        request_timeout: float | tuple[float, float] = (30.0, 600.0),
+        *,
+        retry_budget_s: float = 120.0,
+        auth: Auth | None = None,
+        verify_ssl: bool = True,
+        ca_bundle: str | None = None,
+        proxy: str | None = None,
+        token_prompts: str = "json",
+    ) -> None:
+        self._configure(
+            checked_settings(
+                base_url=base_url,
+                database=database,
+                schema=schema,
+                endpoint=endpoint,
+                poll_interval=poll_interval,
+                poll_timeout=poll_timeout,
+                poll_backoff_multiplier=poll_backoff_multiplier,
+                poll_max_interval=poll_max_interval,
+                pool_maxsize=pool_maxsize,
+                max_retries=max_retries,
+                request_timeout=request_timeout,
+                retry_budget_s=retry_budget_s,
+                auth=auth,
+                verify_ssl=verify_ssl,
+                ca_bundle=ca_bundle,
+                proxy=proxy,
+                token_prompts=token_prompts,
+            )
+        )
+
+    def _configure(self, settings: ClientSettings) -> None:
+        self._settings = settings
+        self._context = Context(settings.policy)
+        self._driver = RequestsDriver(settings)
+        self._run = self._driver.run
+
+    @classmethod
+    def from_pat(
+        cls,
+        host: str,
+        pat: str,
+        database: str,
+        schema: str,
+        endpoint: str = "cortex-training",
+        verify_ssl: bool = True,
+        **options: Any,
+    ) -> Self:
+        """A client with a programmatic access token. `host` is a host name or a URL with scheme and port; `options`
+        are those of the constructor."""
+        return cls(url_of_host(host), database, schema, endpoint, auth=PatAuth(pat), verify_ssl=verify_ssl, **options)
+
+    @classmethod
+    def from_connection_name(
+        cls,
+        connection_name: str | None = None,
+        *,
+        database: str | None = None,
+        schema: str | None = None,
+        endpoint: str = "cortex-training",
+        verify_ssl: bool = True,
+        **options: Any,
+    ) -> Self:
+        """A client with the session of a Snowflake connection profile (None: the default profile).
+
+        Database and schema are the profile's unless given; a profile without a schema means PUBLIC. Raises
+        `SnowflakeProfileError` when the profile cannot be opened.
+        """
+        auth = SnowflakeSessionAuth(connection_name)
+        base_url, database, schema = settings_of_profile(auth, database, schema)
+        return cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+
+    # Jobs
+
+    def create_job(
+        self,
+        sub_jobs: Sequence[SubJobConfig],
+        job_id: str | None = None,
+        experiment_name: str | None = None,
+        hardware: Hardware | str | None = None,
+        idle_timeout_seconds: int | None = None,
+        pending_timeout_seconds: int | None = None,
+    ) -> str:
+        """Create a job and return its id, which is the service's even where `job_id` asked for another.
+
+        With `job_id` (a random UUID written down before the call) the call can be repeated: a job that already exists
+        under it is adopted if it has the same configuration and has not ended. Without it, a lost reply is
+        `OutcomeUnknown`. Idle and pending timeouts are 300 to 604800 seconds; idle 0 means never.
+        """
+        return self._run(
+            jobs.create_job(
+                self._context,
+                sub_jobs,
+                job_id,
+                experiment_name,
+                hardware,
+                idle_timeout_seconds,
+                pending_timeout_seconds,
+            )
+        )
+
+    def create_job_from_body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a job from its REST body, which is posted as it is, and return the reply."""
+        return self._run(jobs.create_job_from_body(self._context, body))
+
+    def get_job(self, job_id: str) -> dict[str, Any]:
+        """The job with its status, reason and `sub_jobs`."""
+        return self._run(jobs.get_job(self._context, job_id))
+
+    def list_jobs(self, status: str | None = None) -> list[dict[str, Any]]:
+        """Jobs of this database, schema and endpoint, all or those in one state."""
+        return self._run(jobs.list_jobs(self._context, status))
+
+    def wait_for_job(self, job_id: str, *, timeout_s: float | None = None, progress: Progress = None) -> dict[str, Any]:
+        """Wait until the job runs and return it. `progress(job)` is called after each look.
+
+        Raises `JobFailed` when it ended in any way, `DeadlineExceeded` after `timeout_s` seconds.
+        """
+        return self._run(jobs.wait_for_job(self._context, job_id, timeout_s=timeout_s, progress=progress))
+
+    def cancel_job(self, job_id: str) -> None:
+        """Cancel a job. Cancelling a cancelled one again is no error; an otherwise ended one raises `ConflictError`."""
+        self._run(jobs.cancel_job(self._context, job_id))
+
+    def get_capacity(self, hardware: Hardware | str | None = None) -> dict[str, Any]:
+        """GPUs of the account: `has_reservation`, `max_total_gpus` (-1: no limit), `reserved_gpus`, `in_use_gpus`,
+        `pending_gpus`, `available_gpus`. All zero means that nothing is known."""
+        return self._run(jobs.get_capacity(self._context, hardware))
+
+    def get_experiment_run(self, job_id: str) -> dict[str, Any]:
+        """The names of the job's experiment and run, under which its logs and metrics are kept."""
+        return self._run(jobs.get_experiment_run(self._context, job_id))
+
+    # Training
+
+    def forward_backward(
+        self, job_id: str, frame: bytes, *, chunk_group_id: str | None = None, permit: Permit = None
+    ) -> str:
+        """Send one batch (a DSSST1 frame) and return the id of the request that computes its gradients.
+
+        `chunk_group_id` names the operation: the service runs it once however often the same frame is sent under the
+        same id, also from another process. A random one is used if None.
+        """
+        return self._run(
+            training.forward_backward(self._context, job_id, frame, chunk_group_id=chunk_group_id, permit=permit)
+        )
+
+    def step(self, job_id: str, learning_rate: float | None = None, *, permit: Permit = None) -> str:
+        """Schedule one optimizer step; without `learning_rate` the optimizer's own is used. At most once."""
+        return self._run(training.step(self._context, job_id, learning_rate, permit=permit))
+
+    def save(
+        self,
+        job_id: str,
+        checkpoint_id: str | None = None,
+        checkpoint_type: CheckpointType | str | None = None,
+        *,
+        permit: Permit = None,
+    ) -> str:
+        """Schedule a save, ``resumable`` (the service's default) or ``weights-only``. At most once.
+
+        The service chooses the checkpoint's id; `protocol.results.checkpoint_id` finds it in the polled result.
+        """
+        return self._run(training.save(self._context, job_id, checkpoint_id, checkpoint_type, permit=permit))
+
+    def load(
+        self,
+        job_id: str,
+        checkpoint_id: str,
+        source_job_id: str | None = None,
+        *,
+        target_sub_job_id: str | None = None,
+        permit: Permit = None,
+    ) -> str:
+        """Schedule loading a checkpoint, of another job if `source_job_id` is given. At most once."""
+        return self._run(
+            training.load(
+                self._context,
+                job_id,
+                checkpoint_id,
+                source_job_id,
+                target_sub_job_id=target_sub_job_id,
+                permit=permit,
+            )
+        )
+
+    def weight_sync(
+        self,
+        job_id: str,
+        source_sub_job_id: str,
+        target_sub_job_ids: Sequence[str],
+        *,
+        weight_format: str | None = None,
+        bucket_size: int | None = None,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = None,
+        permit: Permit = None,
+    ) -> str:
+        """Schedule copying the training weights to sampling sub-jobs: ``vllm``, ``hf``, or ``lora`` (adapter only)."""
+        return self._run(
+            training.weight_sync(
+                self._context,
+                job_id,
+                source_sub_job_id,
+                target_sub_job_ids,
+                weight_format=weight_format,
+                bucket_size=bucket_size,
+                sub_job_id=sub_job_id,
+                sub_job_type=sub_job_type,
+                permit=permit,
+            )
+        )
+
+    # Sampling
+
+    def generate(
+        self,
+        job_id: str,
+        prompts: Prompts,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        routing_key: str | Sequence[str | None] | None = None,
+        strict: bool | None = None,
+        *,
+        permit: Permit = None,
+    ) -> str:
+        """Schedule one generation for `prompts`, a list of strings and lists of token ids. At most once.
+
+        Token prompts that leave no room in the sampling window are refused before anything is sent.
+        """
+        return self._run(
+            generation.generate(self._context, job_id, prompts, sampling_params, routing_key, strict, permit=permit)
+        )
+
+    def generate_stream(
+        self,
+        job_id: str,
+        prompts: Prompts,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        routing_key: str | Sequence[str | None] | None = None,
+        strict: bool | None = None,
+        *,
+        permit: Permit = None,
+    ) -> dict[str, Any]:
+        """Start a generation whose samples are read as they finish, with `get_request_status(max_events=…)`."""
+        return self._run(
+            generation.generate_stream(
+                self._context, job_id, prompts, sampling_params, routing_key, strict, permit=permit
+            )
+        )
+
+    # Requests
+
+    def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for a request and return its result, ``{}`` if it has none.
+
+        Raises `RequestFailed` when it failed or was cancelled, `JobFailed` when the job ended under it,
+        `DeadlineExceeded` after `timeout_s` seconds; the work goes on, and the same id can be polled again.
+        """
+        return self._run(polling.poll_request(self._context, job_id, request_id, timeout_s=timeout_s))
+
+    def get_request_status(
+        self, job_id: str, request_id: str, max_events: int | None = None, cursor: str | None = None
+    ) -> dict[str, Any]:
+        """One look at a request. With `max_events` the events of a stream are taken out of it: the service delivers
+        each once, so a look whose answer is lost is an error and is not repeated."""
+        return self._run(polling.get_request_status(self._context, job_id, request_id, max_events, cursor))
+
+    def cancel_request(
+        self, job_id: str, request_id: str, *, sub_job_id: str | None = None, sub_job_type: str | None = None
+    ) -> dict[str, Any]:
+        """Ask the service to stop a request."""
+        return self._run(
+            operations.cancel_request(
+                self._context, job_id, request_id, sub_job_id=sub_job_id, sub_job_type=sub_job_type
+            )
+        )
+
+    # Checkpoints
+
+    def list_checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        """The job's checkpoints with `checkpoint_id`, `global_steps`, `avg_loss`, `created_at`, `checkpoint_type`."""
+        return self._run(checkpoints.list_checkpoints(self._context, job_id))
+
+    def export_checkpoint(self, job_id: str, checkpoint_id: str) -> dict[str, Any]:
+        """Links to a checkpoint's files (`filename`, `url`, `size_bytes`) and `expires_at`. The links are secrets."""
+        return self._run(checkpoints.export_checkpoint(self._context, job_id, checkpoint_id))
+
+    def delete_checkpoint(self, job_id: str, checkpoint_id: str) -> None:
+        """Delete a checkpoint. Raises `NotFoundError` when there is none."""
+        self._run(checkpoints.delete_checkpoint(self._context, job_id, checkpoint_id))
+
+    # Logs
+
+    def tail_logs(
+        self,
+        job_id: str,
+        *,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = None,
+        cursor: str | None = None,
+        max_lines: int | None = None,
+    ) -> dict[str, Any]:
+        """One page of a sub-job's log: `entries`, `next_cursor`, `eof`. Works while the job is being placed."""
+        return self._run(
+            operations.tail_logs(
+                self._context,
+                job_id,
+                sub_job_id=sub_job_id,
+                sub_job_type=sub_job_type,
+                cursor=cursor,
+                max_lines=max_lines,
+            )
+        )
+
+    def stream_logs(
+        self,
+        job_id: str,
+        *,
+        follow: bool = True,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = None,
+        cursor: str | None = None,
+        max_lines: int | None = None,
+        poll_interval: float | None = None,
+    ) -> Iterator[Any]:
+        """Log entries as they come. With `follow` until the job has ended, else until there are no more for now."""
+        stream = LogStream(self._context, job_id, sub_job_id, sub_job_type, cursor, max_lines, follow, poll_interval)
+        while (entries := self._run(stream.next_entries())) is not None:
+            yield from entries
+
+    # Other operations
+
+    def forward(
+        self,
+        job_id: str,
+        payload: Any,
+        *,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = None,
+        route: str = "operation",
+        permit: Permit = None,
+    ) -> dict[str, Any]:
+        """A forward pass of the backend's own kind; poll the reply's `request_id` if it has one. At most once.
+
+        Bytes go in the documented base64 envelope, or with ``route="direct"`` as they are to the forward route; neither
+        is proven against every deployment.
+        """
+        return self._run(
+            operations.forward(
+                self._context,
+                job_id,
+                payload,
+                sub_job_id=sub_job_id,
+                sub_job_type=sub_job_type,
+                route=route,
+                permit=permit,
+            )
+        )
+
+    fwd = forward
+    fwd_no_grad = forward
+
+    def bootstrap_router_replay(
+        self,
+        job_id: str,
+        source_sub_job_id: str,
+        target_sub_job_id: str,
+        *,
+        max_cache_bytes: int | None = None,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = None,
+    ) -> dict[str, Any]:
+        """Connect a sampling sub-job (source of expert routing) to a training sub-job (target of its replay)."""
+        return self._run(
+            operations.bootstrap_router_replay(
+                self._context,
+                job_id,
+                source_sub_job_id,
+                target_sub_job_id,
+                max_cache_bytes=max_cache_bytes,
+                sub_job_id=sub_job_id,
+                sub_job_type=sub_job_type,
+            )
+        )
+
+    def router_replay_discard(
+        self,
+        job_id: str,
+        sample_ids: Sequence[str],
+        *,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Forget recorded routing of samples that will not be trained on."""
+        return self._run(
+            operations.router_replay_discard(
+                self._context, job_id, sample_ids, sub_job_id=sub_job_id, sub_job_type=sub_job_type, extra=extra
+            )
+        )
+
+    def reset_prefix_cache(
+        self,
+        job_id: str,
+        *,
+        sub_job_id: str | None = None,
+        sub_job_type: str | None = "sampling",
+        drain: bool = True,
+        timeout_s: float = 60.0,
+        retry_interval_s: float = 0.1,
+        extra: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Empty the prefix cache of a sampling sub-job."""
+        return self._run(
+            operations.reset_prefix_cache(
+                self._context,
+                job_id,
+                sub_job_id=sub_job_id,
+                sub_job_type=sub_job_type,
+                drain=drain,
+                timeout_s=timeout_s,
+                retry_interval_s=retry_interval_s,
+                extra=extra,
+            )
+        )
+
+    # The object itself
+
+    @property
+    def base_url(self) -> str:
+        return self._settings.base_url
+
+    @property
+    def database(self) -> str:
+        return self._settings.database
+
+    @property
+    def schema(self) -> str:
+        return self._settings.schema
+
+    @property
+    def endpoint(self) -> str:
+        return self._settings.endpoint
+
+    def close(self) -> None:
+        """Close the connections. A later call opens new ones."""
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> ClientSettings:
+        return self._settings
+
+    def __setstate__(self, settings: ClientSettings) -> None:
+        self._configure(settings)
+
+    def __repr__(self) -> str:
+        where = f"{self.base_url!r}, {self.database!r}, {self.schema!r}, {self.endpoint!r}"
+        return f"{type(self).__name__}({where}, auth={self._settings.auth!r})"

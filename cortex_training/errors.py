@@ -67,7 +67,9 @@ class ApiError(CortexTrainingError, requests.HTTPError):
 
     `status` HTTP status · `code` the service's own error code, "" if none · `message` its words · `request_id` the
     ``x-snowflake-request-id`` of the answer, "" if none · `detail` the innermost structured error, {} if none ·
-    `response` the answer as a `requests.Response` (no request attached: it would hold the credential).
+    `response` the answer as a `requests.Response` (no request attached: it would hold the credential) ·
+    `after_lost_reply` whether an earlier attempt of the same call may have been executed, so that this refusal may be
+    the echo of its success.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class ApiError(CortexTrainingError, requests.HTTPError):
         self.detail: dict[str, Any] = dict(detail or {})
         self.method = method
         self.path = path
+        self.after_lost_reply = False
 
 
 class AuthError(ApiError):

@@ -1,0 +1,200 @@
+"""Credentials: objects that give the headers of a request, and renew them when the service calls them expired.
+
+Anything with `headers()`, `refresh(rejected)` and `can_refresh` is a credential. Nothing here shows a secret: not in a
+`repr`, not in an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from cortex_training.errors import ConfigurationError, CortexTrainingError
+
+
+class Auth(Protocol):
+    """What a client needs of a credential. Methods may block and may be called from any thread."""
+
+    @property
+    def can_refresh(self) -> bool:
+        """Whether `refresh` may lead to another credential; if not, an expired one is an error at once."""
+
+    def headers(self) -> Mapping[str, str]:
+        """The headers of the next request."""
+
+    def refresh(self, rejected: Mapping[str, str]) -> None:
+        """Replace the credential that gave the `rejected` headers, unless somebody did so already."""
+
+
+class NoAuth:
+    """For a service that asks for no credential, such as the local one."""
+
+    can_refresh = False
+
+    def headers(self) -> Mapping[str, str]:
+        return {}
+
+    def refresh(self, rejected: Mapping[str, str]) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return "NoAuth()"
+
+
+class PatAuth:
+    """A programmatic access token."""
+
+    can_refresh = False
+
+    def __init__(self, pat: str) -> None:
+        self._pat = _checked_secret("pat", pat)
+
+    def headers(self) -> Mapping[str, str]:
+        return {
+            "Authorization": f"Bearer {self._pat}",
+            "X-Snowflake-Authorization-Token-Type": "PROGRAMMATIC_ACCESS_TOKEN",
+        }
+
+    def refresh(self, rejected: Mapping[str, str]) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return "PatAuth(***)"
+
+
+class SnowflakeProfileError(CortexTrainingError, RuntimeError):
+    """A Snowflake connection profile could not be opened, or gives no session to work with."""
+
+
+class SnowflakeSessionAuth:
+    """The session of a Snowflake connection profile, opened by the Snowflake connector and renewed when it expires.
+
+    `connection_name` None means the connector's default profile. `base_url`, `database` and `schema` come from the
+    profile. Threads share one session; an expired one is replaced once, whoever notices first.
+    """
+
+    can_refresh = True
+
+    def __init__(self, connection_name: str | None = None) -> None:
+        if connection_name is not None:
+            connection_name = connection_name.strip() if isinstance(connection_name, str) else connection_name
+            if not isinstance(connection_name, str) or not connection_name:
+                raise ConfigurationError.of("connection_name", connection_name, "must name a profile, or be left out")
+        self._name = connection_name
+        self._closed = False
+        self._open_session()
+
+    def _open_session(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._connection = self._connect()
+        try:
+            self._token, self.base_url = self._session_of(self._connection)
+            self.database: str | None = self._connection.database
+            self.schema: str | None = self._connection.schema
+        except BaseException:
+            _close_quietly(self._connection)
+            raise
+
+    def headers(self) -> Mapping[str, str]:
+        with self._own_lock():
+            return {"Authorization": f'Snowflake Token="{self._token}"'}
+
+    def refresh(self, rejected: Mapping[str, str]) -> None:
+        with self._own_lock():
+            if dict(rejected) != dict(self.headers()):
+                return  # another thread replaced it while this one was waiting
+            replacement = self._connect()
+            try:
+                token, base_url = self._session_of(replacement)
+            except BaseException:
+                _close_quietly(replacement)
+                raise
+            old, self._connection = self._connection, replacement
+            self._token, self.base_url = token, base_url
+            _close_quietly(old)
+
+    def open_connection(self) -> Any:
+        """A connection of its own from the same profile, for SQL; the caller closes it."""
+        return self._connect()
+
+    def close(self) -> None:
+        """End the session. Safe to call twice."""
+        if self._closed:
+            return
+        with self._own_lock():
+            self._closed = True
+            _close_quietly(self._connection)
+
+    def _own_lock(self) -> AbstractContextManager[bool]:
+        if self._closed:
+            raise SnowflakeProfileError(f"the session of {self._described()} is closed; make a new client")
+        if os.getpid() != self._pid:
+            # After a fork the lock may be held by a thread that does not exist here, and the socket is the parent's.
+            self._open_session()
+        return self._lock
+
+    def _described(self) -> str:
+        return "the default Snowflake connection" if self._name is None else f"Snowflake connection {self._name!r}"
+
+    def _connect(self) -> Any:
+        try:
+            import snowflake.connector
+        except ImportError:
+            raise SnowflakeProfileError(
+                "a connection profile needs the Snowflake connector: pip install 'cortex-training-client[snowflake]'"
+            ) from None
+        try:
+            if self._name is None:
+                return snowflake.connector.connect()
+            return snowflake.connector.connect(connection_name=self._name)
+        except Exception as error:
+            hint = ""
+            if getattr(error, "errno", None) == 394400 or "programmatic access token is invalid" in str(error).lower():
+                hint = " The token may be expired, or its user needs a network policy that admits this address."
+            raise SnowflakeProfileError(f"could not open {self._described()}: {_first_line(error)}.{hint}") from None
+
+    def _session_of(self, connection: Any) -> tuple[str, str]:
+        rest = getattr(connection, "rest", None)
+        if rest is None:
+            raise SnowflakeProfileError(f"{self._described()} did not expose an authenticated REST session")
+        token, url = getattr(rest, "token", None), getattr(rest, "server_url", None)
+        if not isinstance(token, str) or not token:
+            raise SnowflakeProfileError(f"{self._described()} did not expose a session token")
+        if not isinstance(url, str) or not url:
+            raise SnowflakeProfileError(f"{self._described()} did not expose its REST server URL")
+        if not url.startswith(("https://", "http://")):
+            raise SnowflakeProfileError(f"{self._described()} gave an invalid REST server URL: {url!r}")
+        return token, url.rstrip("/")
+
+    def __repr__(self) -> str:
+        return f"SnowflakeSessionAuth({self._name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A session belongs to its process; the profile's name is what can be carried to another one.
+        return SnowflakeSessionAuth, (self._name,)
+
+
+def _checked_secret(field: str, value: object) -> str:
+    # The value is a secret, so unlike elsewhere the message does not show it.
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigurationError(f"{field}: must be a non-empty string", field=field)
+    text = value.strip()
+    if any(ord(character) < 33 or ord(character) > 126 for character in text):
+        raise ConfigurationError(f"{field}: holds a character that no token has; was it copied whole?", field=field)
+    return text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _close_quietly(connection: Any) -> None:
+    # The session was left anyway; a failure to say goodbye changes nothing.
+    try:
+        connection.close()
+    except Exception:
+        return
