@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import selectors
@@ -84,7 +85,9 @@ def _start_service(folder: Path, **options: Any) -> RunningService:
     # Without bytecode files each process compiles transformers anew, for ten seconds.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with stderr_path.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, preexec_fn=_die_with_parent
+        )
     line = _first_line(process)
     if not line:
         process.kill()
@@ -92,6 +95,13 @@ def _start_service(folder: Path, **options: Any) -> RunningService:
         raise AssertionError(f"the service did not start:\n{stderr_path.read_text()}")
     ready = json.loads(line)
     return RunningService(ready["base_url"], Path(ready["data_dir"]), process, log_path, stderr_path, ready=ready)
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no service behind (where the kernel can do that)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
@@ -113,8 +123,8 @@ def local_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 def start_local_service(tmp_path: Path) -> Iterator[ServiceFactory]:
     """A function that starts a service of the test's own: `start_local_service(gpus=8, assume=["…"])`.
 
-    Options are those of `cortex-training serve`. Called again, it starts another one with the same data and execution log
-    unless told otherwise, as after a crash.
+    Options are those of `cortex-training serve`. Called again, it starts another one with the same data and execution
+    log unless told otherwise, as after a crash.
     """
     started: list[RunningService] = []
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
+import math
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +26,7 @@ from cortex_training.local.service import Service
 _log = logging.getLogger("cortex_training.local")
 _TOKEN = re.compile(r'(?:Bearer\s+(?P<bearer>\S+)|Snowflake\s+Token="(?P<session>[^"]*)")', re.IGNORECASE)
 _JSON_BODY_BYTES = 8 * 1024 * 1024
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -74,7 +75,16 @@ def build_app(service: Service) -> ASGIApp:
         lifespan=running,
         exception_handlers={Refusal: _refused, HTTPException: _http_exception, Exception: _unexpected},
     )
+    # A redirect would turn a client's POST into a GET.
+    app.router.redirect_slashes = False
     return _FrontDoor(app, service)
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: a text that a caller sent may hold what UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Calls:
@@ -85,32 +95,32 @@ class Calls:
 
     async def create_job(self, request: Request) -> Response:
         body = await self._json_body(request)
-        return JSONResponse(self._service.create_job(*_scope_of(request), body))
+        return _Json(self._service.create_job(*_scope_of(request), body))
 
     async def list_jobs(self, request: Request) -> Response:
-        return JSONResponse(self._service.list_jobs(*_scope_of(request), request.query_params.get("status")))
+        return _Json(self._service.list_jobs(*_scope_of(request), request.query_params.get("status")))
 
     async def get_job(self, request: Request) -> Response:
-        return JSONResponse(self._job(request).describe())
+        return _Json(self._job(request).describe())
 
     async def cancel_job(self, request: Request) -> Response:
-        return JSONResponse(self._service.cancel_job(self._job(request)))
+        return _Json(self._service.cancel_job(self._job(request)))
 
     async def capacity(self, request: Request) -> Response:
-        return JSONResponse(self._service.capacity(request.query_params.get("hardware")))
+        return _Json(self._service.capacity(request.query_params.get("hardware")))
 
     async def experiment_run(self, request: Request) -> Response:
-        return JSONResponse(self._service.experiment_run(self._job(request)))
+        return _Json(self._service.experiment_run(self._job(request)))
 
     async def list_checkpoints(self, request: Request) -> Response:
         saved = self._service.checkpoints.of_job(self._job(request).job_id)
-        return JSONResponse({"checkpoints": [checkpoint.summary() for checkpoint in saved]})
+        return _Json({"checkpoints": [checkpoint.summary() for checkpoint in saved]})
 
     async def export_checkpoint(self, request: Request) -> Response:
         job_id, checkpoint_id = self._job(request).job_id, request.path_params["checkpoint_id"]
         checkpoint = self._service.checkpoints.find(job_id, checkpoint_id)
         base_url = f"{request.url.scheme}://{request.url.netloc}"
-        return JSONResponse(self._service.export_links.create(checkpoint, base_url))
+        return _Json(self._service.export_links.create(checkpoint, base_url))
 
     async def delete_checkpoint(self, request: Request) -> Response:
         await self._service.delete_checkpoint(self._job(request).job_id, request.path_params["checkpoint_id"])
@@ -118,33 +128,31 @@ class Calls:
 
     async def forward_backward(self, request: Request) -> Response:
         job = self._job(request)
-        return JSONResponse(await self._service.data_plane.forward_backward(job, await self._frame_body(request)))
+        return _Json(await self._service.data_plane.forward_backward(job, await self._frame_body(request)))
 
     async def generate(self, request: Request) -> Response:
         job = self._job(request)
-        return JSONResponse(await self._service.data_plane.generate(job, await self._frame_body(request)))
+        return _Json(await self._service.data_plane.generate(job, await self._frame_body(request)))
 
     async def step(self, request: Request) -> Response:
         job = self._job(request)
-        return JSONResponse(self._service.data_plane.step(job, await self._json_object(request)))
+        return _Json(self._service.data_plane.step(job, await self._json_object(request)))
 
     async def save(self, request: Request) -> Response:
         job = self._job(request)
-        return JSONResponse(self._service.data_plane.save(job, await self._json_object(request)))
+        return _Json(self._service.data_plane.save(job, await self._json_object(request)))
 
     async def load(self, request: Request) -> Response:
         job = self._job(request)
-        return JSONResponse(self._service.data_plane.load(job, await self._json_object(request)))
+        return _Json(self._service.data_plane.load(job, await self._json_object(request)))
 
     async def operation(self, request: Request) -> Response:
         job = self._job(request)
-        return JSONResponse(await self._service.generic_operation.run(job, await self._json_object(request)))
+        return _Json(await self._service.generic_operation.run(job, await self._json_object(request)))
 
     async def poll(self, request: Request) -> Response:
         cursor, max_events = request.query_params.get("cursor"), request.query_params.get("max_events")
-        return JSONResponse(
-            self._service.poll(self._job(request), request.path_params["request_id"], cursor, max_events)
-        )
+        return _Json(self._service.poll(self._job(request), request.path_params["request_id"], cursor, max_events))
 
     async def exported_file(self, request: Request) -> Response:
         """Asks for no credentials: the link is the credential."""
@@ -168,7 +176,7 @@ class Calls:
             # A web page can make a browser send anything but this type to another site unasked.
             raise Refusal(415, "the body must be application/json")
         try:
-            return json.loads(raw, parse_constant=_no_constant)
+            return json.loads(raw, parse_constant=_no_constant, parse_float=_finite_number)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON: {error}") from None
 
@@ -188,7 +196,9 @@ class _FrontDoor:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._token = service.settings.token
-        self._hosts = {"localhost", "127.0.0.1", "::1", "testserver", service.settings.host}
+        own = service.settings.host
+        # Told to listen beyond this machine, it cannot know the names it is reached by.
+        self._hosts = _LOOPBACK if own in _LOOPBACK else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -211,7 +221,7 @@ class _FrontDoor:
         name = (
             host[: host.rindex("]") + 1].strip("[]") if host.startswith("[") and "]" in host else host.partition(":")[0]
         )
-        if name.lower() not in self._hosts:
+        if self._hosts is not None and name.lower() not in self._hosts:
             # A page of another site whose name was made to point here would arrive with its own name.
             return Refusal(421, f"this service does not answer for the host {name!r:.100}")
         if self._token is None or request.url.path.startswith("/exports/"):
@@ -249,9 +259,16 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _json_of(refusal: Refusal) -> JSONResponse:
+def _json_of(refusal: Refusal) -> _Json:
     headers = {"connection": "close"} if refusal.status == 413 else None
-    return JSONResponse(refusal.body(), refusal.status, headers=headers)
+    return _Json(refusal.body(), refusal.status, headers=headers)
+
+
+def _finite_number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is too large a number")
+    return number
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -264,10 +281,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse({"code": error.status_code, "message": message}, error.status_code, headers=error.headers)
+    return _Json({"code": error.status_code, "message": message}, error.status_code, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    await asyncio.sleep(0)
-    return JSONResponse({"code": 500, "message": f"the service failed: {type(error).__name__}: {error}"}, 500)
+    return _Json({"code": 500, "message": f"the service failed: {type(error).__name__}: {error}"}, 500)

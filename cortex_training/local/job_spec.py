@@ -18,6 +18,7 @@ DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
 }  # fmt: skip
 MAX_SUB_JOBS = 64
+_NOT_IDS = (".", "..", "capacity")
 DEFAULT_IDLE_S = 30 * 60
 DEFAULT_PENDING_S = 24 * 3600
 
@@ -193,7 +194,7 @@ def _read_job_id(job_id: object) -> str | None:
     """A caller's id becomes a segment of URLs and the front of sub-job ids, so it holds no separator of either."""
     if job_id is None:
         return None
-    good = isinstance(job_id, str) and 0 < len(job_id) <= 128 and job_id.isprintable() and job_id not in (".", "..")
+    good = isinstance(job_id, str) and 0 < len(job_id) <= 128 and job_id.isprintable() and job_id not in _NOT_IDS
     if not isinstance(job_id, str) or not good or any(character in job_id for character in ":/\\?#% "):
         raise bad_field(
             "job_id", job_id, "must be 1 to 128 printable characters without ':', '/', '\\', '?', '#', '%' or spaces"

@@ -16,7 +16,7 @@ from cortex_training.local.execution_log import ExecutionLog
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
 from cortex_training.local.refusals import Refusal
-from cortex_training.local.requests import Delivery, Execution, Request, deliver, read_delivery
+from cortex_training.local.requests import CancelledWhileRunning, Delivery, Execution, Request, deliver, read_delivery
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.states import RequestState
 
@@ -124,24 +124,29 @@ class Operations:
 
     async def _finish(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> None:
         await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+        told = ""
         try:
             if any(future.cancelled() for future in futures):
                 execution.move_to(RequestState.CANCELLED, error="cancelled before it began")
                 return
-            outcome = next(iter([future.result() for future in futures]))
+            outcomes = [future.result() for future in futures]
+            outcome = outcomes[0]
+            told = _told(outcome.record)
             # On record before anyone can see the result: what a caller knows of, the log has.
             self._record(execution, outcome)
             if outcome.then is not None:
                 outcome.then()
             execution.result, execution.result_chunks = outcome.result
             execution.move_to(RequestState.DONE)
+        except CancelledWhileRunning:
+            execution.move_to(RequestState.CANCELLED, error="cancelled while it ran")
         except Exception as error:
             expected = isinstance(error, ValueError | Refusal)
             if not expected:
                 _log.exception("%s of job %s failed", execution.operation, job.job_id)
             execution.move_to(RequestState.FAILED, error=str(error) if expected else f"{type(error).__name__}: {error}")
         finally:
-            self._tell(job, execution)
+            self._tell(job, execution, told)
             self._lifecycle.finished_one(job)
 
     def _record(self, execution: Execution, outcome: Outcome) -> None:
@@ -159,12 +164,12 @@ class Operations:
             }
         )
 
-    def _tell(self, job: Job, execution: Execution) -> None:
+    def _tell(self, job: Job, execution: Execution, told: str) -> None:
         sub_job = job.sub_job(execution.sub_job_id)
         if sub_job is not None:
-            failed = execution.state == RequestState.FAILED
-            message = f"{execution.operation} {execution.state}" + (f": {execution.error}" if execution.error else "")
-            sub_job.log.add(message, level="ERROR" if failed else "INFO", request_id=execution.execution_id)
+            message = " ".join(filter(None, [execution.operation, str(execution.state), told, execution.error]))
+            level = "ERROR" if execution.state == RequestState.FAILED else "INFO"
+            sub_job.log.add(message, level=level, request_id=execution.execution_id)
 
 
 def worker_of(sub_job: SubJob) -> ThreadPoolExecutor:
@@ -172,6 +177,14 @@ def worker_of(sub_job: SubJob) -> ThreadPoolExecutor:
     if sub_job.worker is None:
         raise RuntimeError(f"{sub_job.sub_job_id} has no thread, though its job runs")
     return sub_job.worker
+
+
+def _told(record: dict[str, Any]) -> str:
+    """What a log line says of a finished operation."""
+    loss, steps = record.get("loss"), record.get("global_steps")
+    return ", ".join(
+        ([f"loss {loss:.4f}"] if loss is not None else []) + ([f"step {steps}"] if steps is not None else [])
+    )
 
 
 def finite(value: float | None) -> float | None:

@@ -20,6 +20,10 @@ from cortex_training.states import RequestState
 DEFAULT_EVENTS, MAX_EVENTS = 16, 512
 
 
+class CancelledWhileRunning(Exception):
+    """Raised by work that noticed `Execution.stop`, having changed nothing that lasts."""
+
+
 @dataclass(frozen=True)
 class Delivery:
     """How the caller asked to get the result, in the frame's `response_options`."""

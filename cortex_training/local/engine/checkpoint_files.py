@@ -1,7 +1,8 @@
 """What a checkpoint's folder holds: safetensors and JSON, never pickle.
 
 A weights-only save is a Hugging Face model folder. A resumable one has the weights (all of them, or the adapter's alone
-with adapter.json) and beside them optimizer.safetensors, random.safetensors and training_state.json.
+with adapter.json, and base.safetensors if what is under it had been loaded) and beside them optimizer.safetensors,
+random.safetensors and training_state.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cortex_training.local.engine.language_model import Weights
 from cortex_training.local.tuning import LoraSettings
 
 _STATE_VERSION = 1
-_ADAPTER, _ADAPTER_SETTINGS = "adapter.safetensors", "adapter.json"
+_ADAPTER, _ADAPTER_SETTINGS, _BASE = "adapter.safetensors", "adapter.json", "base.safetensors"
 _OPTIMIZER, _RANDOM, _STATE = "optimizer.safetensors", "random.safetensors", "training_state.json"
 
 
@@ -45,8 +46,10 @@ def write_model(folder: Path, module: Any, tokenizer_files: Sequence[Path]) -> N
         shutil.copyfile(file, folder / file.name)
 
 
-def write_adapter(folder: Path, weights: Weights, lora: LoraSettings) -> None:
-    """Write the adapter alone: the base model's weights have not moved."""
+def write_adapter(folder: Path, weights: Weights, lora: LoraSettings, base: Weights | None) -> None:
+    """Write the adapter, and the weights under it unless they are the model's own as it came (`base` None)."""
+    if base is not None:
+        save_file(base, folder / _BASE)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _ADAPTER)
     _write_json(folder / _ADAPTER_SETTINGS, asdict(lora))
 
@@ -77,6 +80,11 @@ def read_weights(folder: Path) -> tuple[Weights, LoraSettings | None]:
     if not weights:
         raise ValueError("the checkpoint holds no weights")
     return weights, None
+
+
+def read_base_weights(folder: Path) -> Weights | None:
+    """The weights under an adapter; None when they are the model's own as it came."""
+    return load_file(folder / _BASE) if (folder / _BASE).is_file() else None
 
 
 def read_training_state(folder: Path) -> TrainingState | None:

@@ -40,6 +40,8 @@ class LanguageModel:
     """The transformers model, or the PeftModel around it."""
     folder: Path
     lora: LoraSettings | None
+    base_is_original: bool = True
+    """False when the weights were loaded from a checkpoint, so that an adapter on them does not tell all."""
 
     @property
     def vocabulary(self) -> int:
@@ -82,19 +84,43 @@ class LanguageModel:
 
         Raises ValueError, having changed nothing, when they are of a model of another shape.
         """
-        plain = self.module if self.lora is None else self.module.get_base_model()
-        own = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in plain.state_dict().items()
-            if ".lora_" not in name
-        }
+        self._copy_base(weights)
+        self.base_is_original = False
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if ".lora_B." in name or ".lora_embedding_B." in name:
+                    parameter.zero_()
+
+    def base_weights(self) -> Weights:
+        """A copy of the weights under the adapter, under the names of the plain model, tied ones once."""
+        seen: set[int] = set()
+        copies: Weights = {}
+        for name, tensor in self._plain_weights().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                copies[name] = tensor.detach().clone().contiguous()
+        return copies
+
+    def set_base_weights(self, weights: Weights | None) -> None:
+        """Put weights under the adapter; None: the model's own as it came. Raises ValueError for another shape."""
+        if weights is not None:
+            self._copy_base(weights)
+        elif not self.base_is_original:
+            self._copy_base(dict(_load_plain(self.folder, self.module.dtype).state_dict()))
+        self.base_is_original = weights is None
+
+    def _copy_base(self, weights: Weights) -> None:
+        own = self._plain_weights()
         _check_same_shape(own, weights)
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
-            for name, parameter in self.module.named_parameters():
-                if ".lora_B." in name or ".lora_embedding_B." in name:
-                    parameter.zero_()
+
+    def _plain_weights(self) -> Weights:
+        """The plain model's weights themselves, without the adapter's, under their plain names."""
+        plain = self.module if self.lora is None else self.module.get_base_model()
+        state = plain.state_dict().items()
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in state if ".lora_" not in name}
 
     def set_adapter_weights(self, weights: Weights) -> None:
         """Take an adapter's weights. Raises ValueError, having changed nothing, when they are of another adapter."""
@@ -120,14 +146,18 @@ def load_language_model(
     folder: Path, *, dtype: str, lora: LoraSettings | None, random: RandomStream, window: int
 ) -> LanguageModel:
     """Load a model, with a fresh adapter if `lora` asks for one, and with room for sequences of `window` tokens."""
-    module: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    module = _load_plain(folder, getattr(torch, dtype))
     # Rotary positions need no table, so a stand-in can take the longer sequences of the model that it stands for.
     module.config.max_position_embeddings = max(int(getattr(module.config, "max_position_embeddings", 0) or 0), window)
     if lora is not None:
         module = _with_adapter(module, lora, random)
     return LanguageModel(module, folder, lora)
+
+
+def _load_plain(folder: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
 
 
 def _with_adapter(module: Any, lora: LoraSettings, random: RandomStream) -> PeftModel:

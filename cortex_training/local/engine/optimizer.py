@@ -81,15 +81,21 @@ class Optimizer:
                 state[f"{name}/{quantity}"] = value.detach().clone()
         return state
 
+    def require_same_parameters(self, state: Weights) -> None:
+        """Raises ValueError unless `state` is of the parameters that train here."""
+        unknown = sorted({key.rpartition("/")[0] for key in state} - set(self._masters))
+        if unknown:
+            raise ValueError(
+                f"the optimizer's state is of other parameters: {unknown[0]} does not train in this sub-job"
+            )
+
     def restore(self, state: Weights, learning_rate: float) -> None:
         """Take what `tensors` gave. Raises ValueError when it belongs to other parameters."""
+        self.require_same_parameters(state)
         by_parameter: dict[str, dict[str, Any]] = {}
         for key, tensor in state.items():
             name, _, quantity = key.rpartition("/")
             by_parameter.setdefault(name, {})[quantity] = tensor
-        unknown = sorted(set(by_parameter) - set(self._masters))
-        if unknown:
-            raise ValueError(f"the optimizer state is of other parameters: {unknown[0]} does not train in this sub-job")
         self._adamw.state.clear()
         with torch.no_grad():
             for name, quantities in by_parameter.items():

@@ -16,6 +16,7 @@ from cortex_training.local.engine.language_model import LanguageModel, Weights, 
 from cortex_training.local.engine.randomness import RandomStream
 from cortex_training.local.generation_request import Prompt, SamplingParams
 from cortex_training.local.job_spec import SubJobSpec
+from cortex_training.local.requests import CancelledWhileRunning
 from cortex_training.local.tuning import LoraSettings
 
 _TOKENS_AT_ONCE = 16 * 1024
@@ -72,9 +73,10 @@ class SamplingEngine:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], stopped: Callable[[], bool]) -> list[dict[str, Any]]:
-        """Continue each prompt; `stopped` is asked before every token and ends the call with finish_reason "abort".
+        """Continue each prompt; `stopped` is asked before every token.
 
-        Raises ValueError when a prompt leaves no room in the window, naming its index.
+        Raises ValueError when a prompt leaves no room in the window, naming its index; CancelledWhileRunning when told
+        to stop.
         """
         self._calls += 1
         samples = [self._begin(index, prompt) for index, prompt in enumerate(prompts)]
@@ -130,9 +132,7 @@ class SamplingEngine:
         running = list(samples)
         while running:
             if stopped():
-                for sample in running:
-                    sample.finish_reason = "abort"
-                return
+                raise CancelledWhileRunning
             output = self._model.module(
                 input_ids=ids,
                 attention_mask=mask,

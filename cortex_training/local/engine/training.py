@@ -14,6 +14,7 @@ from cortex_training.local.engine.attention import attention_for
 from cortex_training.local.engine.batch import Batch, read_batch
 from cortex_training.local.engine.checkpoint_files import (
     TrainingState,
+    read_base_weights,
     read_training_state,
     read_weights,
     write_adapter,
@@ -99,7 +100,8 @@ class TrainingEngine:
         if self._model.lora is None:
             write_model(folder, self._model.module, self._model.tokenizer_files())
         else:
-            write_adapter(folder, self._model.adapter_weights(), self._model.lora)
+            base = None if self._model.base_is_original else self._model.base_weights()
+            write_adapter(folder, self._model.adapter_weights(), self._model.lora, base)
         state = TrainingState(
             self.global_steps,
             self._optimizer.learning_rate,
@@ -119,17 +121,20 @@ class TrainingEngine:
         Raises ValueError when the checkpoint is of a model of another shape.
         """
         weights, lora = read_weights(folder)
+        state = read_training_state(folder)
+        if lora is not None and lora != self._model.lora:
+            raise ValueError(f"the checkpoint's adapter is {lora}, and this sub-job's is {self._model.lora}")
+        if state is not None and self._spec.load_optimizer_states:
+            self._optimizer.require_same_parameters(state.optimizer)
         if lora is None:
             self._model.set_full_weights(weights)
-        elif lora != self._model.lora:
-            raise ValueError(f"the checkpoint's adapter is {lora}, and this sub-job's is {self._model.lora}")
         else:
             self._model.set_adapter_weights(weights)
+            self._model.set_base_weights(read_base_weights(folder))
         self._optimizer.take_weights()
         if self._assumptions.load_gradients == "clear":
             self._optimizer.clear_gradients()
             self._accumulated = 0
-        state = read_training_state(folder)
         self._last_loss = state.last_loss if state is not None else None
         if state is not None and self._spec.load_optimizer_states:
             self._optimizer.restore(state.optimizer, state.learning_rate)
