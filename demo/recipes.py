@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-DATABASE = "DEMO"
+DATABASE = "CORTEX_DEMO"
 SCHEMA = "PUBLIC"
 TABLE = "TRAINING_EXAMPLES"
 

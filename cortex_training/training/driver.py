@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cortex_training.errors import (
     ApiError,
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 SEND_WINDOW_S = 3.0
 """How long an intent permits sending, in seconds of the driver's own monotonic clock."""
+
+
+class Submission(Protocol):
+    """A call of the client that answers a request id, all arguments bound but the permission to send."""
+
+    async def __call__(self, *, permit: Callable[[], None]) -> str: ...
 
 
 class SegmentLost(Exception):
@@ -155,7 +161,7 @@ class Driver:
         self,
         op: str,
         step: int,
-        call: Callable[[SendingWindow], Awaitable[str]],
+        call: Submission,
         *,
         micro_batch: int = 0,
         attempt: int = 0,
@@ -179,7 +185,7 @@ class Driver:
         self,
         op: str,
         step: int,
-        call: Callable[[SendingWindow], Awaitable[str]],
+        call: Submission,
         micro_batch: int,
         attempt: int,
         repeatable: bool,
@@ -189,7 +195,7 @@ class Driver:
         intent = {"op": op, "segment": segment.number, "step": step, "micro_batch": micro_batch, "attempt": attempt}
         operation = self.state.operation((await self.record("intent", intent)).number)
         try:
-            request_id = await call(window)
+            request_id = await call(permit=window)
         except (SendRefused, RateLimitedError, TransportError, ServiceError) as error:
             if isinstance(error, (SendRefused, RateLimitedError)) or getattr(error, "sent", None) is False:
                 await self.record("outcome", {"intent": operation.number, "status": "refused"})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from cortex_training import identity
 from cortex_training.datasets import Batches
 from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
 from cortex_training.protocol.results import checkpoint_id
+from cortex_training.publication.prune import prune
 from cortex_training.publication.save import RESUMABLE, SaveManifest
 from cortex_training.training.driver import Driver, SegmentLost, loss_value
 from cortex_training.training.offload import offload
@@ -37,9 +39,7 @@ async def forward_backward(driver: Driver, batches: Batches, step: int, micro_ba
         operation = await driver.submit(
             "forward_backward",
             step,
-            lambda permit, group=group: driver.client.forward_backward(
-                segment.job_id, frame, chunk_group_id=group, permit=permit
-            ),
+            partial(driver.client.forward_backward, segment.job_id, frame, chunk_group_id=group),
             micro_batch=micro_batch,
             attempt=attempt,
             repeatable=True,
@@ -62,9 +62,7 @@ async def optimizer_step(driver: Driver, step: int) -> int:
     segment = driver.segment
     rate = driver.plan.learning_rate.at(step, driver.plan.steps)
     try:
-        operation = await driver.submit(
-            "step", step, lambda permit: driver.client.step(segment.job_id, rate, permit=permit)
-        )
+        operation = await driver.submit("step", step, partial(driver.client.step, segment.job_id, rate))
     except OutcomeUnknown as unknown:
         driver.tell("recover", message=str(unknown))
         return await settle_step(driver, _open(driver, "step", step))
@@ -134,17 +132,17 @@ async def weight_sync(driver: Driver, step: int) -> None:
         for s in job.get("sub_jobs", [])
         if s.get("job_type") == "sampling" and isinstance(s.get("sub_job_id"), str)
     ]
-    training = next((s for s in job.get("sub_jobs", []) if s.get("job_type") == "training"), {})
+    training: dict[str, Any] = next((s for s in job.get("sub_jobs", []) if s.get("job_type") == "training"), {})
     lora = bool((training.get("training_config") or {}).get("peft_config"))
     operation = await driver.submit(
         "weight_sync",
         step,
-        lambda permit: driver.client.weight_sync(
+        partial(
+            driver.client.weight_sync,
             segment.job_id,
             f"{segment.job_id}:training:0",
             targets,
             weight_format="lora" if lora else None,
-            permit=permit,
         ),
         repeatable=True,
     )
@@ -161,7 +159,7 @@ async def load(driver: Driver) -> None:
     operation = await driver.submit(
         "load",
         base.step,
-        lambda permit: driver.client.load(segment.job_id, base.checkpoint_id, base.source_job_id, permit=permit),
+        partial(driver.client.load, segment.job_id, base.checkpoint_id, base.source_job_id),
     )
     try:
         await driver.result(operation)
@@ -200,7 +198,7 @@ async def publish_verified(driver: Driver) -> str | None:
     )
     await offload(manifest.write, driver.store, folder)
     entry, _ = await offload(driver.log.publish, folder, driver.epoch, latest.step)
-    await offload(driver.log.prune, driver.plan.keep_publications)
+    await offload(prune, driver.log, driver.plan.keep_publications)
     driver.tell("publish", step=latest.step, message=f"published {entry.name}")
     return entry.name
 
@@ -212,9 +210,7 @@ async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operatio
     if operation is None:
         known = {c["checkpoint_id"] for c in await _checkpoints(driver)}
         try:
-            operation = await driver.submit(
-                "save", step, lambda permit: driver.client.save(segment.job_id, None, RESUMABLE, permit=permit)
-            )
+            operation = await driver.submit("save", step, partial(driver.client.save, segment.job_id, None, RESUMABLE))
         except OutcomeUnknown:
             operation = _open(driver, "save", step)
             fresh = [c for c in await _checkpoints(driver) if c["checkpoint_id"] not in known]
