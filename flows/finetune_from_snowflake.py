@@ -80,6 +80,7 @@ def prepare_rows(snowflake: str, table: str, connect_options: dict[str, Any]) ->
 )
 def finetune_from_snowflake(
     root: str,
+    models: str,
     tokenizer: str,
     *,
     table: str = "TRAINING_EXAMPLES",
@@ -106,7 +107,8 @@ def finetune_from_snowflake(
 
     Args:
         root: folder of this training run, on a file system that every machine of the pipeline sees. The folder above it
-            must exist.
+            must exist. A run on a folder where one was begun goes on with it.
+        models: folder where fine-tuned models are published. It must exist.
         tokenizer: folder with the model's ``tokenizer.json``.
         table: rows to train on, with at least ``prompt``, ``completion`` and ``split``.
         model: the service's name of the model.
@@ -128,10 +130,10 @@ def finetune_from_snowflake(
         max_tokens: longest completion, in tokens.
         seed: order of the rows, and the model's random numbers.
     """
-    folder = Path(root)
-    if not folder.parent.is_dir():
-        raise ConfigurationError.of("root", root, f"{folder.parent} does not exist; create it or mount it first")
-    folder.mkdir(exist_ok=True)
+    for field, value, needed in (("root", root, Path(root).parent), ("models", models, Path(models))):
+        if not needed.is_dir():
+            raise ConfigurationError.of(field, value, f"folder {needed} does not exist; create it or mount it first")
+    Path(root).mkdir(exist_ok=True)
 
     prepared = prepare_rows(snowflake, table, connect_options or {})
     dataset = build_dataset(
@@ -180,8 +182,8 @@ def finetune_from_snowflake(
         )
         trained = train(cortex, plan.to_dict())
         checkpoint = save(cortex, trained["job_id"])
-        exported = export(cortex, trained["job_id"], checkpoint, root=root)
-        entry = publish(root, exported["save"], epoch=exported["epoch"], step=exported["step"])
+        exported = export(cortex, trained["job_id"], checkpoint, root=models)
+        entry = publish(models, exported["save"], epoch=exported["epoch"], step=exported["step"])
         weight_sync(cortex, trained["job_id"], weight_format="lora" if lora else None)
         after = generate(cortex, trained["job_id"], out=f"{root}/samples-after.json", seq=2, **samples)
 
@@ -190,7 +192,7 @@ def finetune_from_snowflake(
         "dataset": dataset,
         "training": trained,
         "checkpoint_id": checkpoint,
-        "checkpoint_folder": f"{root}/{exported['save']}",
+        "model": f"{models}/{exported['save']}",
         "entry": entry,
         "samples_before": before["path"],
         "samples_after": after["path"],
