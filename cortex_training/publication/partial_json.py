@@ -8,7 +8,8 @@ from typing import Any
 
 _LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 _NUMBER_TAIL = re.compile(r"\.|\.?[eE][+-]?", re.ASCII)
-_ESCAPE_TAIL = re.compile(r"u?[0-9A-Fa-f]{0,3}", re.ASCII)
+# Also four digits: the decoder refuses an escape that the text ends right behind.
+_ESCAPE_TAIL = re.compile(r"u?[0-9A-Fa-f]{0,4}", re.ASCII)
 
 
 class CutOff(Exception):
