@@ -187,13 +187,15 @@ def _read_field(source: str, folder: int, name: str, flags: int, closed: str | N
     except OSError as problem:
         why = "it is a symbolic link" if problem.errno == errno.ELOOP else _reason(problem)
         raise CredentialsError(f"credentials: {source}: read {name}: {why}") from None
-    with open(handle, "rb") as file:
-        found = os.fstat(file.fileno())
+    try:
+        found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
             raise CredentialsError(f"credentials: {source}: {name} is not a file")
         if closed is not None:
             _require_closed(source, closed, found)
-        data = file.read(_MAX_FIELD_BYTES + 1)
+        data = os.read(handle, _MAX_FIELD_BYTES + 1)
+    finally:
+        os.close(handle)
     if len(data) > _MAX_FIELD_BYTES:
         raise CredentialsError(f"credentials: {source}: {name} is larger than {_MAX_FIELD_BYTES} bytes")
     try:

@@ -163,7 +163,7 @@ def parse_vault_location(location: str) -> Vault:
         refuse("plain http is for this machine alone; use https")
     if "#" in location or any(character.isspace() for character in location):
         refuse("it holds a fragment or white space")
-    if _BAD_ESCAPE.search(parts.path + parts.query) or ";" in parts.query:
+    if _BAD_ESCAPE.search(parts.path) or _BAD_ESCAPE.search(parts.query) or ";" in parts.query:
         refuse("bad % escape, or a ';', in it")
     path = unquote(parts.path.removeprefix("/"))
     keys: dict[str, str] = {}
