@@ -13,6 +13,7 @@ import datetime
 import ipaddress
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -125,7 +126,7 @@ class SnowflakeServer:
         """A connection of the real Snowflake connector; database and schema are created if need be."""
         import snowflake.connector
 
-        return snowflake.connector.connect(**self.connection_arguments(database, schema))
+        return snowflake.connector.connect(**self.connection_arguments(database, schema), paramstyle="qmark")
 
     def airflow_connection_json(self, database: str = DATABASE, schema: str = SCHEMA) -> str:
         """The value of an ``AIRFLOW_CONN_…`` variable for the Snowflake provider's hook."""
@@ -198,10 +199,29 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     return key_file, certificate_file
 
 
+_QUOTED = re.compile(r"('(?:[^'\\]|\\.|'')*'|--[^\n]*|/\*.*?\*/)", re.DOTALL)
+
+
+def _keep_variables_out_of_text() -> None:
+    """fakesnow takes ``$HOME`` for a session variable even inside a string; Snowflake does not, and rows hold such
+    text."""
+    from fakesnow.variables import Variables
+
+    expand = Variables.inline_variables
+
+    def expand_outside_text(self: Variables, sql: str) -> str:
+        # Splitting by one group puts literals and comments at the odd places.
+        parts = _QUOTED.split(sql)
+        return "".join(part if place % 2 else expand(self, part) for place, part in enumerate(parts))
+
+    Variables.inline_variables = expand_outside_text  # type: ignore[method-assign]
+
+
 async def _serve(folder: Path, port: int, until_stdin_closes: bool) -> None:
     import uvicorn
     from fakesnow.server import app
 
+    _keep_variables_out_of_text()
     key_file, certificate_file = make_certificate(folder)
     listener = socket.create_server((HOST, port))
     server = uvicorn.Server(

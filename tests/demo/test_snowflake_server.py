@@ -126,6 +126,16 @@ def test_an_empty_result_and_a_missing_table_say_so(snowflake: SnowflakeServer, 
             connection.cursor().execute("select * from ABSENT")
 
 
+def test_session_variables_are_expanded_in_statements_and_not_in_text(snowflake: SnowflakeServer) -> None:
+    with snowflake.connect() as connection:
+        cursor = connection.cursor()
+        cursor.execute("set LIMIT_N = 7")
+        statement = "select $LIMIT_N + 1, '$LIMIT_N of ''$HOME''' /* it's $ANYTHING */ -- or $THIS"
+        assert cursor.execute(statement).fetchone() == (8, "$LIMIT_N of '$HOME'")
+        with pytest.raises(ProgrammingError, match="UNKNOWN"):
+            cursor.execute("select $UNKNOWN")
+
+
 def test_variant_messages_are_read_as_conversations(snowflake: SnowflakeServer, tmp_path: Path) -> None:
     messages = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}])
     with snowflake.connect() as connection:
