@@ -60,8 +60,11 @@ def standard_library_rows(library: Path | None = None) -> list[ExampleRow]:
 
 
 def load_rows(connection: Any, rows: Sequence[ExampleRow] | None = None, table: str = TABLE) -> int:
-    """Create `table` anew over a connection of the Snowflake connector and insert `rows`; returns how many there
-    are."""
+    """Create `table` anew over a connection of the Snowflake connector and insert `rows`; returns how many there are.
+
+    The connection binds on the server (``paramstyle="qmark"``): documentation is full of ``$name``, which a server that sees it
+    inside a statement may take for a session variable.
+    """
     rows = standard_library_rows() if rows is None else rows
     with connection.cursor() as cursor:
         cursor.execute(
@@ -70,7 +73,7 @@ def load_rows(connection: Any, rows: Sequence[ExampleRow] | None = None, table: 
         )
         for start in range(0, len(rows), _INSERT_ROWS):
             cursor.executemany(
-                f"insert into {table} (QUALIFIED_NAME, PROMPT, COMPLETION, MODULE, SPLIT) values (%s, %s, %s, %s, %s)",
+                f"insert into {table} (QUALIFIED_NAME, PROMPT, COMPLETION, MODULE, SPLIT) values (?, ?, ?, ?, ?)",
                 [
                     (row.qualified_name, row.prompt, row.completion, row.module, row.split)
                     for row in rows[start : start + _INSERT_ROWS]
