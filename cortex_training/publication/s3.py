@@ -278,6 +278,8 @@ def _refusal(response: Mapping[str, Any], doing: str) -> Refused:
     advice = {
         "NoSuchBucket": "; create the bucket or correct the root",
         "AccessDenied": "; these credentials may not do this",
+        "PermanentRedirect": "; the bucket is in another region than the credentials name",
+        "AuthorizationHeaderMalformed": "; the bucket is in another region than the credentials name",
         "NotImplemented": "; the store does not know this request: conditional writes are needed",
         "ConditionalRequestConflict": "; other writers kept this key busy",
     }.get(code, "")

@@ -7,6 +7,7 @@ could send a job's checkpoints elsewhere.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 import threading
@@ -103,7 +104,13 @@ class Connection:
                 ),
             )
         client.meta.events.register("before-call.s3.DeleteObjects", _add_content_md5)
+        client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
         return client
+
+
+def _stay_in_region(context: dict[str, Any], **_: Any) -> None:
+    """A refused request would have the client look for the bucket in other regions. The credentials name the region."""
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _add_content_md5(params: dict[str, Any], **_: Any) -> None:
@@ -115,7 +122,6 @@ def _add_content_md5(params: dict[str, Any], **_: Any) -> None:
 
 def _import_botocore() -> tuple[Any, Any]:
     try:
-        import boto3  # noqa: F401 (the extra's name; its core does the work)
         import botocore.session
         from botocore.config import Config
     except ImportError:
@@ -130,9 +136,13 @@ def _blind_session(botocore_session: Any) -> Any:
         for name, (_, _, default, convert) in botocore_session.Session.SESSION_VARIABLES.items()
     }
     session = botocore_session.Session(session_vars=blind)
-    # The loader would also take models of services from ~/.aws.
-    loaders = botocore_session.botocore.loaders
-    session.register_component(
-        "data_loader", loaders.Loader([loaders.Loader.BUILTIN_DATA_PATH], include_default_search_paths=False)
-    )
+    session.register_component("data_loader", _loader())
     return session
+
+
+@functools.cache
+def _loader() -> Any:
+    """Reads the models of services that came with the library, once; by default ~/.aws would be searched too."""
+    from botocore.loaders import Loader
+
+    return Loader([Loader.BUILTIN_DATA_PATH], include_default_search_paths=False)

@@ -121,7 +121,9 @@ class FaultHandler(BaseHTTPRequestHandler):
             self._answer(int(status), f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode())
         else:
             upstream = http.client.HTTPConnection("127.0.0.1", self.proxy.target_port, timeout=30)
-            upstream.request(self.command, self.path, body=body, headers=dict(self.headers))
+            # As a proxy that a client was told of, it is asked for a whole URL.
+            path = self.path if self.path.startswith("/") else "/" + self.path.split("/", 3)[3]
+            upstream.request(self.command, path, body=body, headers=dict(self.headers))
             reply = upstream.getresponse()
             content = reply.read()
             upstream.close()
