@@ -62,8 +62,8 @@ def standard_library_rows(library: Path | None = None) -> list[ExampleRow]:
 def load_rows(connection: Any, rows: Sequence[ExampleRow] | None = None, table: str = TABLE) -> int:
     """Create `table` anew over a connection of the Snowflake connector and insert `rows`; returns how many there are.
 
-    The connection binds on the server (``paramstyle="qmark"``): documentation is full of ``$name``, which a server that sees it
-    inside a statement may take for a session variable.
+    Values are bound in the connector's default style, which sends each block as one statement; binding on the server
+    would send row after row to the compatible one.
     """
     rows = standard_library_rows() if rows is None else rows
     with connection.cursor() as cursor:
@@ -73,7 +73,7 @@ def load_rows(connection: Any, rows: Sequence[ExampleRow] | None = None, table: 
         )
         for start in range(0, len(rows), _INSERT_ROWS):
             cursor.executemany(
-                f"insert into {table} (QUALIFIED_NAME, PROMPT, COMPLETION, MODULE, SPLIT) values (?, ?, ?, ?, ?)",
+                f"insert into {table} (QUALIFIED_NAME, PROMPT, COMPLETION, MODULE, SPLIT) values (%s, %s, %s, %s, %s)",
                 [
                     (row.qualified_name, row.prompt, row.completion, row.module, row.split)
                     for row in rows[start : start + _INSERT_ROWS]

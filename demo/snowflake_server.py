@@ -126,7 +126,7 @@ class SnowflakeServer:
         """A connection of the real Snowflake connector; database and schema are created if need be."""
         import snowflake.connector
 
-        return snowflake.connector.connect(**self.connection_arguments(database, schema), paramstyle="qmark")
+        return snowflake.connector.connect(**self.connection_arguments(database, schema))
 
     def airflow_connection_json(self, database: str = DATABASE, schema: str = SCHEMA) -> str:
         """The value of an ``AIRFLOW_CONN_…`` variable for the Snowflake provider's hook."""
