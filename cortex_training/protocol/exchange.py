@@ -21,6 +21,7 @@ expired session                       renew once, again        renew once, again
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
@@ -229,9 +230,10 @@ def _retry_after_s(context: Context, response: Response) -> float | None:
     if not text:
         return None
     try:
-        return max(float(text), 0.0) if text[0].isdigit() else max(_date(text) - _now(context, response), 0.0)
+        seconds = float(text) if text[0].isdigit() else _date(text) - _now(context, response)
     except (ValueError, TypeError, OverflowError):
         return None
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
 def _date(text: str) -> float:

@@ -14,11 +14,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _REMEMBERED = 12
-_ZONE = 0.08
+_ZONE = 0.06
 """Half-width, in log time, of the zone around a remembered duration in which requests are expected to end."""
 _DENSE_STEP = 0.05
-_COARSE_STEP = 0.15
-_FIRST_LOOK = 0.6
+_BEFORE_STEP = 0.3
+_AFTER_STEP = 0.15
+_FIRST_LOOK = 0.65
 """Fraction of the shortest remembered duration at which a wait looks for the first time, in case things got faster."""
 _UNKNOWN_STEP = 0.25
 _SHORTEST_S = 0.02
@@ -70,7 +71,7 @@ class Pace:
     bounds: Bounds
     random: random.Random
     durations: tuple[float, ...] = ()
-    _looks: int = field(default=0, init=False)
+    _last_fixed_s: float = field(default=0.0, init=False)
 
     def is_too_early(self, elapsed_s: float) -> bool:
         """Whether looking now would be before the first look that the remembered durations suggest."""
@@ -80,7 +81,6 @@ class Pace:
 
     def delay_s(self, elapsed_s: float) -> float:
         """Seconds until the next look, `elapsed_s` after the request was submitted (or the wait began)."""
-        self._looks += 1
         if self.bounds.multiplier is not None:
             return self._fixed_delay_s(self.bounds.multiplier)
         wanted = self._learned_delay_s(elapsed_s) if self.durations else self._growing_delay_s(elapsed_s)
@@ -88,9 +88,10 @@ class Pace:
         return min(max(wanted, self.bounds.floor_s), self.bounds.ceiling_s)
 
     def _fixed_delay_s(self, multiplier: float) -> float:
-        first = self.bounds.shortest_s if self.bounds.shortest_s is not None else 0.5
-        # The exponent is bounded: a wait of days would overflow the power.
-        return min(first * multiplier ** min(self._looks - 1, 256), self.bounds.ceiling_s)
+        first_s = self.bounds.shortest_s if self.bounds.shortest_s is not None else 0.5
+        wanted = self._last_fixed_s * multiplier if self._last_fixed_s else first_s
+        self._last_fixed_s = min(wanted, self.bounds.ceiling_s)
+        return self._last_fixed_s
 
     def _growing_delay_s(self, elapsed_s: float) -> float:
         return max(_FIRST_UNKNOWN_S, _UNKNOWN_STEP * elapsed_s)
@@ -103,6 +104,6 @@ class Pace:
         starts = [math.log(seconds) - _ZONE for seconds in self.durations]
         if any(start <= now <= start + 2 * _ZONE for start in starts):
             return _DENSE_STEP * elapsed_s
-        coarse = _COARSE_STEP * elapsed_s
         upcoming = [math.exp(start) - elapsed_s for start in starts if start > now]
-        return min([coarse, *upcoming])
+        step = _BEFORE_STEP if upcoming else _AFTER_STEP
+        return min([step * elapsed_s, *upcoming])

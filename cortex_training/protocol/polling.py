@@ -101,6 +101,8 @@ class _Wait:
     stream: list[dict[str, Any]] = field(default_factory=list)
     fruitless: int = 0
     """Pages in a row, after the end of the request, that brought nothing new."""
+    damaged: bool = False
+    """Whether the last page held a chunk that was not what the service hashed."""
 
     def __post_init__(self) -> None:
         self.began = self.context.clock()
@@ -210,10 +212,12 @@ def _take_events(wait: _Wait, status: Mapping[str, Any]) -> Flow[bool]:
             lambda: [wait.chunks.add(event) for event in chunk_events], _rough_size(chunk_events)
         )
     except results.CorruptChunk:
+        wait.damaged = True
         wait.fruitless += 1
         if wait.fruitless > _MAX_REREADS:
             raise
         return False  # without a new cursor the same page is read again
+    wait.damaged = False
     others = [event for event in events if event.get("type") != "result_chunk"]
     if others:
         wait.stream += yield from computed(
@@ -233,7 +237,7 @@ def _nothing_more(wait: _Wait, status: Mapping[str, Any], arrived: bool) -> bool
     """Whether a finished request has delivered everything that will ever come."""
     if wait.chunks.complete:
         return True
-    if arrived:
+    if arrived or wait.damaged:
         return False  # chunks or stream events came; the next page may bring more
     has_cursor = isinstance(status.get("next_cursor"), str) and status["next_cursor"] != ""
     if not wait.chunks.frames and not has_cursor:
