@@ -1,0 +1,148 @@
+"""The service as a process: how it starts, what it prints, how it ends, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ServiceFactory
+from tests.local.api import Caller, masked_frame, sampling, token_batch, training
+
+
+def test_it_starts_without_torch(start_local_service: ServiceFactory) -> None:
+    service = start_local_service()
+    assert service.ready["event"] == "ready"
+    assert service.ready["pid"] == service.pid
+    assert service.base_url.startswith("http://127.0.0.1:")
+    Caller(service.url).call("GET", "/capacity")
+    assert "libtorch" not in Path(f"/proc/{service.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_even_while_it_computes(start_local_service: ServiceFactory, number: signal.Signals) -> None:
+    service = start_local_service()
+    job = Caller(service.url).running(sampling(config={"max_seq_len": 4096}, model_name="Qwen/Qwen3-8B"), training())
+    job.call(
+        "POST", "/generate", json={"prompts": [[5]] * 64, "sampling_params": {"max_tokens": 4000, "ignore_eos": True}}
+    )
+    for _ in range(20):
+        job.post_frame(masked_frame(token_batch(16, 128)))
+    children = children_of(service.pid)
+    os.kill(service.pid, number)
+    assert service.process.wait(10) == 0
+    assert children == []
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
+
+
+def test_what_it_computed_before_a_kill_is_on_record(start_local_service: ServiceFactory) -> None:
+    service = start_local_service()
+    job = Caller(service.url).running()
+    for seed in range(3):
+        job.forward_backward(masked_frame(token_batch(seed=seed)), group_id=f"g-{seed}")
+        job.step()
+    service.kill()
+    assert [entry["op"] for entry in service.execution_log()] == ["forward-backward", "step"] * 3
+    restarted = start_local_service()
+    caller = Caller(restarted.url)
+    assert caller.call("GET", f"/{job.job_id}").status_code == 404
+    caller.running(job_id=job.job_id).step()
+    assert len(restarted.execution_log()) == 7
+
+
+def test_its_own_data_folder_goes_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cortex_training.local", "serve", "--port", "0", "--json-ready"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            data_dir = Path(json.loads(process.stdout.readline())["data_dir"])
+            assert data_dir.is_dir()
+            assert data_dir.is_relative_to(tmp_path)
+        finally:
+            process.terminate()
+            process.wait(10)
+    assert not data_dir.exists()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cortex_training.local", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_it_says_why_it_cannot_start(start_local_service: ServiceFactory, tmp_path: Path) -> None:
+    port = start_local_service().base_url.rpartition(":")[2]
+    taken = run("serve", "--port", port)
+    assert (taken.returncode, port in taken.stderr) == (1, True)
+    no_model = run("serve", "--port", "0", "--model", f"acme/x={tmp_path}")
+    assert (no_model.returncode, "config.json" in no_model.stderr) == (1, True)
+    no_question = run("serve", "--port", "0", "--assume", "weather=fine")
+    assert (no_question.returncode, "accumulation" in no_question.stderr) == (1, True)
+    no_answer = run("serve", "--port", "0", "--assume", "accumulation=maybe")
+    assert (no_answer.returncode, "add, refuse" in no_answer.stderr) == (1, True)
+
+
+def test_models_are_prepared_once(tmp_path: Path) -> None:
+    """Two processes at once build one folder, and a third finds it."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "cortex_training.local", "models", "prepare", "tiny"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    folders = {process.communicate(timeout=60)[0].strip() for process in both}
+    [folder] = folders
+    built = (Path(folder) / "model.safetensors").stat()
+    again = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    assert again.stdout.strip() == folder
+    assert (Path(folder) / "model.safetensors").stat() == built
+    assert sorted(path.name for path in Path(folder).parent.iterdir() if not path.name.endswith(".lock")) == [
+        Path(folder).name
+    ]
+    unknown = run("models", "prepare", "gpt-17")
+    assert (unknown.returncode, "smollm2-135m-instruct" in unknown.stderr) == (1, True)
+
+
+def test_a_build_that_died_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cortex_training.local import models, tiny_model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_tokenizer = tiny_model._write_tokenizer
+
+    def dies(folder: Path) -> None:
+        write_tokenizer(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_model, "_write_tokenizer", dies)
+    with pytest.raises(KeyboardInterrupt):
+        models.model_folder("tiny")
+    monkeypatch.setattr(tiny_model, "_write_tokenizer", write_tokenizer)
+    folder = models.model_folder("tiny")
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_polls_are_answered_while_it_trains(start_local_service: ServiceFactory) -> None:
+    """Training happens beside the event loop, not in it."""
+    caller = Caller(start_local_service().url)
+    job = caller.running(training(config={"max_seq_len": 512}))
+    reply = job.post_frame(masked_frame(token_batch(64, 512)))
+    seen = []
+    while not seen or seen[-1] in ("pending", "running"):
+        seen.append(job.call("GET", f"/requests/{reply.json()['request_id']}").json()["status"])
+        time.sleep(0.001)
+    assert seen[-1] == "done"
+    assert seen.count("running") > 3
