@@ -50,3 +50,6 @@ __all__ = [
     "read_byte_chunk_metadata",
     "read_metadata",
 ]
+
+# Tracebacks and help() show the module that people import from.
+WireError.__module__ = RawTensor.__module__ = __name__
