@@ -5,9 +5,13 @@ The variables must be set before the first import of airflow, which is why they 
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
 import tempfile
+from types import SimpleNamespace
+from typing import Any
 
 _HOME = tempfile.TemporaryDirectory(prefix="airflow-home-")
 os.environ["AIRFLOW_HOME"] = _HOME.name
@@ -15,6 +19,7 @@ os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
 os.environ["AIRFLOW__CORE__UNIT_TEST_MODE"] = "False"
 
 import pytest  # noqa: E402
+from airflow.sdk.exceptions import TaskDeferred  # noqa: E402
 
 PAT = "pat-0123456789-very-secret"
 
@@ -39,3 +44,114 @@ def connection(monkeypatch: pytest.MonkeyPatch):
         return conn_id
 
     return define
+
+
+class StateStore:
+    """What Airflow keeps for a task instance over its tries; values go through JSON as they do there."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.writes: list[Any] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return json.loads(self.values[key]) if key in self.values else default
+
+    def set(self, key: str, value: Any) -> None:
+        self.writes.append(json.loads(json.dumps(value)))
+        self.values[key] = json.dumps(value)
+
+
+class TaskRun:
+    """One task instance, tried, retried and cleared the way Airflow does it, without Airflow's processes."""
+
+    def __init__(self, task_id: str = "task", *, retries: int = 2) -> None:
+        self.store = StateStore()
+        self.xcoms: dict[str, Any] = {}
+        self.retries = retries
+        self.try_number = 1
+        self.max_tries = retries
+        self.clear_number = 0
+        self.task_id = task_id
+        self.deferrals: list[TaskDeferred] = []
+        self.events: list[dict[str, Any]] = []
+
+    def context(self) -> Any:
+        ti = SimpleNamespace(
+            dag_id="dag",
+            run_id="manual__2026-01-01",
+            task_id=self.task_id,
+            map_index=-1,
+            try_number=self.try_number,
+            max_tries=self.max_tries,
+            xcom_push=lambda key, value: self.xcoms.__setitem__(key, json.loads(json.dumps(value))),
+        )
+        dag_run = SimpleNamespace(dag_id=ti.dag_id, run_id=ti.run_id, clear_number=self.clear_number)
+        return {"ti": ti, "dag_run": dag_run, "task_state_store": self.store}
+
+    def retry(self) -> None:
+        self.try_number += 1
+        self.xcoms.clear()
+
+    def clear(self) -> None:
+        self.clear_number += 1
+        self.try_number += 1
+        self.max_tries = self.try_number - 1 + self.retries
+        self.xcoms.clear()
+
+    def execute(self, operator: Any) -> Any:
+        """One try, its deferral included: the trigger is stored and made anew, and its event too."""
+        try:
+            return operator.execute(self.context())
+        except TaskDeferred as deferred:
+            self.deferrals.append(deferred)
+            payload = asyncio.run(fire(stored(deferred.trigger)))
+            self.events.append(payload)
+            return operator.resume_execution(
+                deferred.method_name, {**(deferred.kwargs or {}), "event": payload}, self.context()
+            )
+
+
+def stored(trigger: Any) -> Any:
+    """The trigger as another process makes it from what Airflow stored."""
+    path, kwargs = trigger.serialize()
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)(**json.loads(json.dumps(kwargs)))
+
+
+async def fire(trigger: Any) -> dict[str, Any]:
+    """Run a trigger to its one event."""
+    events = [event.payload async for event in trigger.run()]
+    await trigger.cleanup()
+    assert len(events) == 1, events
+    return json.loads(json.dumps(events[0]))
+
+
+@pytest.fixture
+def task_run():
+    return TaskRun
+
+
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triggers may fire at once: nothing here can mistake an early event for a lost task."""
+    for module in ("operators.request_leg", "operators.train", "sensors.jobs"):
+        monkeypatch.setattr(importlib.import_module(f"airflow_cortex_training.{module}"), "DEFER_GRACE_S", 0.0)
+
+
+@pytest.fixture
+def service_connection(connection, local_service) -> str:
+    return connection(
+        "local", host=local_service.base_url, database=local_service.database, schema=local_service.schema
+    )
+
+
+@pytest.fixture(scope="session")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small real dataset for the tiny model: sentences about numbers."""
+    from cortex_training.datasets import build_dataset
+    from cortex_training.local.models import model_folder
+
+    rows = [{"prompt": f"What comes after {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(100)]
+    folder = tmp_path_factory.mktemp("dataset")
+    build_dataset(rows, folder, tokenizer=model_folder("tiny"), max_seq_len=128, seed=1)
+    return str(folder / "manifest.json")

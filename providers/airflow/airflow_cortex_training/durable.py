@@ -32,13 +32,14 @@ class DurableRecord:
     """
 
     def __init__(self, context: Context) -> None:
-        self._store = context.get("task_state_store")
         self.task_instance = context["ti"]
-        if self._store is None:
+        store = context.get("task_state_store")
+        if store is None:
             raise AirflowFailException(
                 f"task {self.task_instance.task_id}: this Airflow gives tasks no state store, so a retry could not "
                 "know what the try before it sent. The Cortex Training provider needs Airflow 3.3 or newer."
             )
+        self._store = store
         self.generation = generation(context)
         self.current: dict[str, Any] | None = None
         self.superseded: dict[str, Any] | None = None

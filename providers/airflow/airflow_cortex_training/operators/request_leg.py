@@ -131,7 +131,8 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             limit_s = self.time_limit_s(self.timeout_s)
             wait_s = min(self.inline_s, limit_s) if self.deferrable else limit_s
             try:
-                return self._complete(client, record, request_id, wait_s, context)
+                if wait_s > 0:
+                    return self._complete(client, record, request_id, wait_s, context)
             except DeadlineExceeded as error:
                 if not self.deferrable or wait_s >= limit_s:
                     raise self._too_late(request_id, limit_s) from error

@@ -64,6 +64,6 @@ def _state(ti: Any) -> tuple[str | None, bool]:
 
 
 def _token(ti: Any) -> Any:
-    from airflow.sdk import XCom
+    from airflow.sdk.execution_time.xcom import XCom
 
     return XCom.get_one(key=TOKEN_KEY, dag_id=ti.dag_id, task_id=ti.task_id, run_id=ti.run_id, map_index=ti.map_index)

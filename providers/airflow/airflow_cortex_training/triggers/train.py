@@ -63,7 +63,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         self.v = v
         self.unknown = unknown
         self._run: EngineRun | None = None
-        self._told = 0.0
+        self._told_at, self._told = 0.0, ""
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return (
@@ -146,11 +146,12 @@ class CortexTrainingTrainTrigger(BaseTrigger):
             raise
 
     def _tell(self, moment: Any) -> None:
-        now = time.monotonic()
-        if moment.stage == "train" and now - self._told < _TELL_EVERY_S and moment.step < moment.steps:
+        now, line = time.monotonic(), moment.line()
+        too_soon = moment.stage == "train" and now - self._told_at < _TELL_EVERY_S and moment.step < moment.steps
+        if too_soon or line == self._told:
             return
-        self._told = now
-        self.log.info("%s", moment.line())
+        self._told_at, self._told = now, line
+        self.log.info("%s", line)
 
     async def _stand_by(self) -> None:
         """Until the run was let go by its present driver, or is over, or the deadline."""

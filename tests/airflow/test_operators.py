@@ -1,0 +1,426 @@
+"""Operators on the real local service, over tries, deferrals and clears."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from airflow.sdk.exceptions import AirflowFailException
+
+from airflow_cortex_training.operators.checkpoints import (
+    CortexTrainingExportOperator,
+    CortexTrainingPublishOperator,
+    CortexTrainingSaveOperator,
+)
+from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator, CortexTrainingCreateJobOperator
+from airflow_cortex_training.operators.sampling import CortexTrainingGenerateOperator, CortexTrainingWeightSyncOperator
+from airflow_cortex_training.operators.training import CortexTrainingForwardBackwardOperator, CortexTrainingStepOperator
+from airflow_cortex_training.sensors.jobs import CortexTrainingWaitForRunningSensor
+from cortex_training.client import CortexTrainingClient
+from cortex_training.publication import PublicationLog, SaveManifest
+
+TRAINING = {
+    "job_type": "training",
+    "model_name": "tiny",
+    "dtype": "float32",
+    "seed": 7,
+    "training_config": {
+        "optimizer": {"name": "AdamW", "lr": 3e-3},
+        "max_seq_len": 128,
+        "train_batch_size": 2,
+        "n_gpus": 1,
+    },
+}
+SAMPLING = {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": 128, "n_gpus": 1}}
+
+
+@pytest.fixture
+def client(local_service):
+    with CortexTrainingClient(local_service.base_url, local_service.database, local_service.schema) as client:
+        yield client
+
+
+@pytest.fixture
+def job_id(task_run, service_connection, client):
+    """A running job with both sub-jobs, cancelled afterwards."""
+    job_id = task_run("create").execute(create(service_connection, [TRAINING, SAMPLING]))
+    task_run("wait").execute(
+        CortexTrainingWaitForRunningSensor(
+            task_id="wait", conn_id=service_connection, job_id=job_id, deferrable=False, poke_interval=0.2
+        )
+    )
+    yield job_id
+    client.cancel_job(job_id)
+
+
+def create(conn_id: str, sub_jobs=None, **arguments):
+    return CortexTrainingCreateJobOperator(
+        task_id="create", conn_id=conn_id, sub_jobs=copy.deepcopy(sub_jobs or [SAMPLING]), **arguments
+    )
+
+
+def created(client, before: set[str]) -> list[str]:
+    return [job["job_id"] for job in client.list_jobs() if job["job_id"] not in before]
+
+
+class TestCreateJob:
+    def test_writes_the_id_before_the_job_exists(self, task_run, service_connection, client) -> None:
+        run = task_run("create")
+        job_id = run.execute(create(service_connection))
+        assert run.store.writes[0]["job_id"] == job_id
+        assert run.xcoms["job_id"] == job_id
+        assert run.xcoms["cortex_training_token"] == {"id": job_id, "generation": [2, 0]}
+        assert client.get_job(job_id)["job_id"] == job_id
+        client.cancel_job(job_id)
+
+    def test_a_retry_adopts_the_job(self, task_run, service_connection, client) -> None:
+        run, before = task_run("create"), {job["job_id"] for job in client.list_jobs()}
+        first = run.execute(create(service_connection))
+        run.retry()
+        assert run.execute(create(service_connection)) == first
+        assert created(client, before) == [first]
+        client.cancel_job(first)
+
+    def test_a_retry_creates_the_job_that_was_only_written_down(self, task_run, service_connection, client) -> None:
+        run = task_run("create")
+        run.store.set(
+            "cortex_training", {"v": 1, "generation": [2, 0], "job_id": "11111111-2222-4333-8444-555555555555"}
+        )
+        run.retry()
+        job_id = run.execute(create(service_connection))
+        assert job_id == "11111111-2222-4333-8444-555555555555"
+        client.cancel_job(job_id)
+
+    def test_a_retry_replaces_a_job_that_ended(self, task_run, service_connection, client) -> None:
+        run = task_run("create")
+        first = run.execute(create(service_connection))
+        client.cancel_job(first)
+        run.retry()
+        second = run.execute(create(service_connection))
+        assert second != first
+        client.cancel_job(second)
+
+    def test_a_clear_cancels_the_old_job_and_makes_another(self, task_run, service_connection, client) -> None:
+        run = task_run("create")
+        first = run.execute(create(service_connection))
+        run.clear()
+        second = run.execute(create(service_connection))
+        assert second != first
+        assert client.get_job(first)["status"] in ("cancelling", "cancelled", "terminated")
+        client.cancel_job(second)
+
+    def test_a_changed_dag_is_not_taken_for_the_same_job(self, task_run, service_connection, client) -> None:
+        run = task_run("create")
+        first = run.execute(create(service_connection))
+        run.retry()
+        with pytest.raises(AirflowFailException, match="is not what the DAG says now"):
+            run.execute(create(service_connection, [TRAINING]))
+        client.cancel_job(first)
+
+    @pytest.mark.parametrize("sub_jobs", [[], "training", [{"job_type": "training"}, {"job_type": "training"}]])
+    def test_bad_sub_jobs_create_nothing(self, task_run, service_connection, client, sub_jobs) -> None:
+        before = {job["job_id"] for job in client.list_jobs()}
+        operator = create(service_connection)
+        operator.sub_jobs = sub_jobs
+        with pytest.raises(AirflowFailException, match="sub_job"):
+            task_run("create").execute(operator)
+        assert created(client, before) == []
+
+    def test_a_wrong_host_is_named(self, task_run, connection) -> None:
+        conn_id = connection(host="http://127.0.0.1:9")
+        operator = create(conn_id)
+        run = task_run("create", retries=0)
+        with pytest.raises(Exception, match=r"127\.0\.0\.1|/api/v2/databases") as failure:
+            _impatient(operator, run)
+        assert "pat-0123456789" not in str(failure.value)
+
+    def test_an_unknown_connection_is_named(self, task_run) -> None:
+        with pytest.raises(AirflowFailException, match="'nowhere' does not exist"):
+            task_run("create").execute(create("nowhere"))
+
+
+def _impatient(operator, run):
+    """A try that gives an unreachable service a second."""
+    settings = operator.hook.settings()
+    hook = type("Hook", (), {})()
+    hook.settings = lambda: settings
+    hook.get_conn = lambda: CortexTrainingClient.from_pat(**settings.client_arguments(), retry_budget_s=1.0)
+    type(operator).hook = property(lambda self: hook)
+    try:
+        return run.execute(operator)
+    finally:
+        del type(operator).hook
+
+
+class TestCancelJob:
+    def test_cancels_and_succeeds_again(self, task_run, service_connection, client) -> None:
+        job_id = task_run("create").execute(create(service_connection))
+        operator = CortexTrainingCancelJobOperator(task_id="cancel", conn_id=service_connection, job_id=job_id)
+        assert task_run("cancel").execute(operator) == [job_id]
+        task_run("cancel").execute(operator)
+        assert client.get_job(job_id)["status"] in ("cancelling", "cancelled", "terminated")
+
+    @pytest.mark.parametrize("job_id", [None, "", [], [None, ""], "never-created"])
+    def test_succeeds_when_there_is_nothing(self, task_run, service_connection, job_id, tmp_path) -> None:
+        operator = CortexTrainingCancelJobOperator(
+            task_id="cancel", conn_id=service_connection, job_id=job_id, root=str(tmp_path / "no-run")
+        )
+        assert task_run("cancel").execute(operator) == []
+
+    def test_an_unmounted_root_is_no_success(self, task_run, service_connection, tmp_path) -> None:
+        operator = CortexTrainingCancelJobOperator(
+            task_id="cancel", conn_id=service_connection, root=str(tmp_path / "not-mounted" / "run")
+        )
+        with pytest.raises(AirflowFailException, match="not-mounted"):
+            task_run("cancel").execute(operator)
+
+
+class TestWaitForRunning:
+    def test_defers_and_comes_back(
+        self, task_run, service_connection, client, no_grace, start_local_service, connection
+    ) -> None:
+        service = start_local_service(placing_seconds=2)
+        conn_id = connection("slow", host=service.base_url, database=service.database, schema=service.schema)
+        job_id = task_run("create").execute(create(conn_id))
+        run = task_run("wait")
+        sensor = CortexTrainingWaitForRunningSensor(
+            task_id="wait", conn_id=conn_id, job_id=job_id, deferrable=True, inline_s=0.1
+        )
+        assert run.execute(sensor) == job_id
+        assert len(run.deferrals) == 1
+        assert run.events[0]["status"] == "running"
+
+    def test_a_job_that_ended_fails_for_good(self, task_run, service_connection, client) -> None:
+        job_id = task_run("create").execute(create(service_connection))
+        client.cancel_job(job_id)
+        for deferrable in (True, False):
+            sensor = CortexTrainingWaitForRunningSensor(
+                task_id="wait", conn_id=service_connection, job_id=job_id, deferrable=deferrable, poke_interval=0.1
+            )
+            with pytest.raises(AirflowFailException, match=f"{job_id} is 'cancel"):
+                task_run("wait").execute(sensor)
+
+    def test_without_an_id_it_says_whose_xcom_is_missing(self, task_run, service_connection) -> None:
+        sensor = CortexTrainingWaitForRunningSensor(task_id="wait", conn_id=service_connection, job_id=None)
+        with pytest.raises(AirflowFailException, match="task wait: job_id"):
+            task_run("wait").execute(sensor)
+
+
+@pytest.fixture
+def frame(manifest):
+    """Arguments of a forward-backward at a position of the dataset."""
+    return {"dataset": manifest, "step": 1, "micro_batch": 0, "micro_batch_size": 2}
+
+
+def forward_backward(conn_id: str, job_id: str, **arguments):
+    return CortexTrainingForwardBackwardOperator(
+        task_id="forward_backward", conn_id=conn_id, job_id=job_id, deferrable=False, **arguments
+    )
+
+
+def step(conn_id: str, job_id: str, **arguments):
+    return CortexTrainingStepOperator(
+        task_id="step", conn_id=conn_id, job_id=job_id, **{"deferrable": False, **arguments}
+    )
+
+
+def executed(service, job_id: str, operation: str) -> int:
+    return sum(1 for entry in service.execution_log(job_id) if entry["op"] == operation)
+
+
+class TestTrainingCalls:
+    def test_one_step_from_single_operators(
+        self, task_run, service_connection, local_service, job_id, frame, tmp_path, no_grace, client
+    ) -> None:
+        loss = task_run("fb").execute(forward_backward(service_connection, job_id, **frame))["loss"]
+        assert 0 < loss < 20
+        run = task_run("step")
+        stepped = run.execute(
+            step(service_connection, job_id, learning_rate=1e-3, expected_global_step=1, deferrable=True, inline_s=0.0)
+        )
+        assert stepped["global_steps"] == 1
+        assert stepped["last_lr"] == pytest.approx(1e-3)
+        assert executed(local_service, job_id, "step") == 1
+
+        saved = task_run("save").execute(
+            CortexTrainingSaveOperator(
+                task_id="save",
+                conn_id=service_connection,
+                job_id=job_id,
+                checkpoint_type="weights-only",
+                deferrable=False,
+            )
+        )
+        assert saved["global_steps"] == 1
+        root = tmp_path / "models"
+        root.mkdir()
+        exported = task_run("export").execute(
+            CortexTrainingExportOperator(
+                task_id="export",
+                conn_id=service_connection,
+                job_id=job_id,
+                checkpoint_id=saved["checkpoint_id"],
+                root=str(root),
+                metrics={"loss": loss, "nan": float("nan")},
+            )
+        )
+        log = PublicationLog(str(root))
+        manifest = SaveManifest.read(log.store, exported["save"])
+        assert manifest.metrics == {"loss": loss}
+        assert {f.path for f in manifest.files} >= {"config.json", "model.safetensors"}
+
+        publish = CortexTrainingPublishOperator(
+            task_id="publish", root=str(root), save=exported["save"], step=exported["global_steps"], loss=loss
+        )
+        run = task_run("publish")
+        first = run.execute(publish)
+        run.retry()
+        second = run.execute(publish)
+        assert first["created"]
+        assert not second["created"]
+        assert first["entry"] == second["entry"] == log.latest().name
+        assert len(log.entries()) == 1
+
+    def test_a_retried_forward_backward_is_the_same_execution(
+        self, task_run, service_connection, local_service, job_id, frame
+    ) -> None:
+        run = task_run("fb")
+        first = run.execute(forward_backward(service_connection, job_id, **frame))
+        # The first try died between its POST and the note of the request id.
+        record = {k: v for k, v in run.store.get("cortex_training").items() if k not in ("request_id", "started")}
+        run.store.set("cortex_training", record)
+        run.retry()
+        assert run.execute(forward_backward(service_connection, job_id, **frame)) == first
+        assert executed(local_service, job_id, "forward-backward") == 1
+
+    def test_a_retry_with_another_frame_is_refused(self, task_run, service_connection, job_id, frame) -> None:
+        run = task_run("fb")
+        run.execute(forward_backward(service_connection, job_id, **frame))
+        record = {k: v for k, v in run.store.get("cortex_training").items() if k not in ("request_id", "started")}
+        run.store.set("cortex_training", record)
+        run.retry()
+        with pytest.raises(AirflowFailException, match="another frame"):
+            run.execute(forward_backward(service_connection, job_id, **{**frame, "step": 2}))
+
+    def test_exactly_one_source_of_the_frame(self, task_run, service_connection, job_id, frame) -> None:
+        with pytest.raises(AirflowFailException, match="exactly one"):
+            task_run("fb").execute(forward_backward(service_connection, job_id, frame_path="/x", **frame))
+        with pytest.raises(AirflowFailException, match="frame_path"):
+            task_run("fb").execute(forward_backward(service_connection, job_id, frame_path="/does/not/exist"))
+
+    def test_a_step_whose_answer_may_be_lost_is_never_repeated(
+        self, task_run, service_connection, local_service, job_id, frame
+    ) -> None:
+        task_run("fb").execute(forward_backward(service_connection, job_id, **frame))
+        run = task_run("step")
+        run.execute(step(service_connection, job_id))
+        record = {k: v for k, v in run.store.get("cortex_training").items() if k not in ("request_id", "started")}
+        run.store.set("cortex_training", record)
+        run.retry()
+        with pytest.raises(AirflowFailException, match="may have been executed"):
+            run.execute(step(service_connection, job_id))
+        assert executed(local_service, job_id, "step") == 1
+
+    def test_a_retried_step_waits_for_the_same_request(
+        self, task_run, service_connection, local_service, job_id, frame
+    ) -> None:
+        task_run("fb").execute(forward_backward(service_connection, job_id, **frame))
+        run = task_run("step")
+        first = run.execute(step(service_connection, job_id, expected_global_step=1))
+        run.retry()
+        assert run.execute(step(service_connection, job_id, expected_global_step=1)) == first
+        assert executed(local_service, job_id, "step") == 1
+
+    def test_a_cleared_step_refuses(self, task_run, service_connection, local_service, job_id, frame) -> None:
+        task_run("fb").execute(forward_backward(service_connection, job_id, **frame))
+        run = task_run("step")
+        run.execute(step(service_connection, job_id, expected_global_step=1))
+        run.clear()
+        with pytest.raises(AirflowFailException, match="was cleared after it stepped"):
+            run.execute(step(service_connection, job_id, expected_global_step=1))
+        assert executed(local_service, job_id, "step") == 1
+
+    def test_an_unexpected_count_fails_for_good(self, task_run, service_connection, job_id, frame) -> None:
+        task_run("fb").execute(forward_backward(service_connection, job_id, **frame))
+        with pytest.raises(AirflowFailException, match="global step 1 after this step, 5 was expected"):
+            task_run("step").execute(step(service_connection, job_id, expected_global_step=5))
+
+    def test_a_refused_call_may_be_sent_by_the_retry(self, task_run, service_connection, job_id, client) -> None:
+        run = task_run("step")
+        with pytest.raises(AirflowFailException):
+            run.execute(step(service_connection, "never-created"))
+        assert run.store.get("cortex_training")["ended"] == "refused"
+
+
+class TestSampling:
+    def test_generates_into_a_file_and_syncs_weights(
+        self, task_run, service_connection, local_service, job_id, tmp_path, no_grace
+    ) -> None:
+        output = tmp_path / "samples.jsonl"
+        run = task_run("generate")
+        result = run.execute(
+            CortexTrainingGenerateOperator(
+                task_id="generate",
+                conn_id=service_connection,
+                job_id=job_id,
+                prompts=["What comes after 1?", "And after 2?"],
+                output_path=str(output),
+                sampling_params={"max_tokens": 4, "temperature": 0.0},
+                deferrable=True,
+                inline_s=0.0,
+            )
+        )
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [line["prompt"] for line in lines] == ["What comes after 1?", "And after 2?"]
+        assert all(isinstance(line["token_ids"], list) for line in lines)
+        assert result["count"] == 2
+        assert "text" not in json.dumps(result)
+
+        synced = task_run("sync").execute(
+            CortexTrainingWeightSyncOperator(
+                task_id="sync", conn_id=service_connection, job_id=job_id, deferrable=False
+            )
+        )
+        assert synced == {"job_id": job_id}
+        assert executed(local_service, job_id, "weight-sync") == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ({"prompts": None}, "prompts"),
+            ({"prompts": []}, "at least one prompt"),
+            ({"prompts": ["x"], "prompts_path": "/x"}, "prompts"),
+            ({"prompts": None, "prompts_path": "/does/not/exist"}, "prompts_path"),
+            ({"prompts": ["x"], "output_path": "/does/not/exist/out"}, "output_path"),
+        ],
+    )
+    def test_bad_arguments_send_nothing(
+        self, task_run, service_connection, job_id, local_service, tmp_path, arguments, named
+    ) -> None:
+        operator = CortexTrainingGenerateOperator(
+            task_id="generate",
+            conn_id=service_connection,
+            job_id=job_id,
+            **{"output_path": str(tmp_path / "out"), **arguments},
+        )
+        with pytest.raises(AirflowFailException, match=named):
+            task_run("generate").execute(operator)
+        assert executed(local_service, job_id, "generate") == 0
+
+
+def test_a_diverged_save_is_not_published(task_run, tmp_path: Path) -> None:
+    publish = CortexTrainingPublishOperator(
+        task_id="publish", root=str(tmp_path), save="exec/a/b", step=1, loss=float("nan")
+    )
+    with pytest.raises(AirflowFailException, match="diverged"):
+        task_run("publish").execute(publish)
+    assert PublicationLog(str(tmp_path)).latest() is None
+
+
+def test_a_save_that_is_not_there_is_not_published(task_run, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no such save"):
+        task_run("publish").execute(
+            CortexTrainingPublishOperator(task_id="publish", root=str(tmp_path), save="exec/a/b", step=1)
+        )

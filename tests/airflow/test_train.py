@@ -1,0 +1,299 @@
+"""The training run as a task: driven by the trigger or by the worker, over retries, clears, stops and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout, TaskDeferred
+
+from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator
+from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
+from airflow_cortex_training.triggers import kill
+from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
+from cortex_training.client import CortexTrainingClient
+from cortex_training.errors import DeadlineExceeded
+from cortex_training.publication import PublicationLog
+from cortex_training.states import is_terminal_job
+from cortex_training.training import status
+from tests.airflow.test_operators import SAMPLING, TRAINING
+from tests.faults.proxy import HOLD, FaultProxy
+
+STEPS = 4
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def plan(root: str, manifest: str, **changes: Any) -> dict[str, Any]:
+    value = {
+        "root": root,
+        "dataset": manifest,
+        "steps": STEPS,
+        "micro_batch_size": 2,
+        "save_every_steps": 2,
+        "learning_rate": {"schedule": "constant", "peak": 3e-3},
+        "patience_s": 60,
+        **changes,
+    }
+    if "job_id" not in value:
+        value.setdefault("sub_jobs", [copy.deepcopy(TRAINING)])
+    return value
+
+
+def train(conn_id: str, plan: Any, **arguments: Any) -> CortexTrainingTrainOperator:
+    return CortexTrainingTrainOperator(task_id="train", conn_id=conn_id, plan=plan, **{"deferrable": True, **arguments})
+
+
+def steps_executed(service: Any, root: str) -> list[int]:
+    jobs = status(root).state.job_ids
+    return [
+        entry["global_steps"] for entry in service.execution_log() if entry["job_id"] in jobs and entry["op"] == "step"
+    ]
+
+
+def jobs_alive(service: Any, root: str) -> list[str]:
+    with CortexTrainingClient(service.base_url, service.database, service.schema) as client:
+        return [j for j in status(root).state.job_ids if not is_terminal_job(client.get_job(j)["status"])]
+
+
+def defer(operator: Any, run: Any) -> TaskDeferred:
+    with pytest.raises(TaskDeferred) as deferral:
+        operator.execute(run.context())
+    return deferral.value
+
+
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_both_ways_train_every_step_once(
+    task_run, service_connection, local_service, manifest, root, no_grace, deferrable
+) -> None:
+    run = task_run("train")
+    result = run.execute(train(service_connection, plan(root, manifest), deferrable=deferrable))
+    assert (result["steps"], result["global_steps"], result["segments"]) == (STEPS, STEPS, 1)
+    assert result["last_loss"] < result["first_loss"]
+    assert steps_executed(local_service, root) == [1, 2, 3, 4]
+    assert PublicationLog(root).latest().name == result["entry"]
+    assert jobs_alive(local_service, root) == []
+    assert len(json.dumps(result)) < 1000
+    assert all(len(json.dumps(d.trigger.serialize())) < 1000 for d in run.deferrals)
+    assert all(len(json.dumps(event)) < 1000 for event in run.events)
+
+
+def test_progress_reaches_the_log(task_run, service_connection, manifest, root, no_grace, caplog, capfd) -> None:
+    task_run("train").execute(train(service_connection, plan(root, manifest)))
+    said = caplog.text + capfd.readouterr().out
+    assert f"train {STEPS}/{STEPS} · loss" in said
+    assert "publish" in said
+
+
+async def test_a_trigger_that_is_stopped_releases_the_run_and_another_finishes_it(
+    task_run, connection, local_service, manifest, root, no_grace
+) -> None:
+    with FaultProxy(local_service.base_url) as proxy:
+        conn_id = connection("held", host=proxy.base_url, database=local_service.database, schema=local_service.schema)
+        rule = proxy.add(r"POST .*/step", HOLD, skip=1)
+        trigger = defer(train(conn_id, plan(root, manifest)), task_run("train")).trigger
+        task = asyncio.ensure_future(_fire(trigger))
+        await asyncio.to_thread(rule.holding.wait, 60)
+        assert rule.holding.is_set()
+        # What Airflow's shutdown does: every task of the loop is cancelled, once.
+        task.cancel()
+        await asyncio.sleep(0.2)
+        rule.released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        event = await _fire(_copy(trigger))
+    assert event["status"] == "trained"
+    assert steps_executed(local_service, root) == [1, 2, 3, 4]
+
+
+async def test_a_trigger_that_sees_no_root_says_so(service_connection, tmp_path) -> None:
+    event = await _fire(_trigger(service_connection, str(tmp_path / "elsewhere")))
+    assert event["status"] == "failed"
+    assert "root" in event["error"]
+    assert "not visible from the triggerer" in event["error"]
+
+
+async def test_a_trigger_of_an_earlier_try_stands_by(
+    task_run, service_connection, local_service, manifest, root, no_grace
+) -> None:
+    run = task_run("train")
+    old = defer(train(service_connection, plan(root, manifest)), run).trigger
+    run.retry()
+    new = defer(train(service_connection, plan(root, manifest)), run).trigger
+    waiting = asyncio.ensure_future(_fire(old))
+    assert (await _fire(new))["status"] == "trained"
+    assert not waiting.done()
+    waiting.cancel()
+    assert steps_executed(local_service, root) == [1, 2, 3, 4]
+
+
+def test_the_deadline_ends_the_run_and_its_jobs(task_run, connection, local_service, manifest, root, no_grace) -> None:
+    with FaultProxy(local_service.base_url) as proxy:
+        conn_id = connection("held", host=proxy.base_url, database=local_service.database, schema=local_service.schema)
+        proxy.add(r"GET .*/requests/", "answer", times=100_000, status=200, body={"status": "running"})
+        with pytest.raises(DeadlineExceeded, match="did not end within 6 s; its jobs were cancelled"):
+            task_run("train").execute(train(conn_id, plan(root, manifest), timeout_s=6.0))
+    assert jobs_alive(local_service, root) == []
+
+
+def test_a_plan_with_an_unusable_field_creates_nothing(task_run, service_connection, manifest, root) -> None:
+    unusable = ({"steps": 0}, "steps"), ({"job_id": "a", "sub_jobs": [TRAINING]}, "job_id"), ({"colour": 1}, "colour")
+    for changes, named in unusable:
+        with pytest.raises(AirflowFailException, match=f"plan.{named}"):
+            task_run("train").execute(train(service_connection, plan(root, manifest, **changes)))
+    with pytest.raises(AirflowFailException, match="no-such-folder"):
+        task_run("train").execute(train(service_connection, plan("/no-such-folder/run", manifest)))
+    assert not Path(root).exists()
+
+
+def test_a_dataset_that_does_not_match_fails_before_a_job(
+    task_run, service_connection, manifest, root, no_grace, tmp_path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in Path(manifest).parent.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            data[-1] ^= 1
+        (broken / file.name).write_bytes(data)
+    with pytest.raises(AirflowFailException, match="shard"):
+        task_run("train").execute(train(service_connection, plan(root, str(broken / "manifest.json"))))
+    assert not (Path(root) / "journal").exists()
+
+
+def test_a_retry_goes_on_and_a_clear_of_an_ended_run_starts_beside_it(
+    task_run, service_connection, local_service, manifest, root, no_grace
+) -> None:
+    run = task_run("train")
+    operator = train(service_connection, plan(root, manifest))
+    first = run.execute(operator)
+    run.retry()
+    assert run.execute(train(service_connection, plan(root, manifest)))["entry"] == first["entry"]
+    assert steps_executed(local_service, root) == [1, 2, 3, 4]
+    run.clear()
+    second = run.execute(train(service_connection, plan(root, manifest)))
+    assert second["root"] == f"{root}-r2"
+    assert steps_executed(local_service, f"{root}-r2") == [1, 2, 3, 4]
+
+
+def test_a_clear_cancels_the_jobs_and_resumes_from_the_latest_publication(
+    task_run, connection, local_service, manifest, root, no_grace
+) -> None:
+    run = task_run("train")
+    with FaultProxy(local_service.base_url) as proxy:
+        conn_id = connection("held", host=proxy.base_url, database=local_service.database, schema=local_service.schema)
+        rule = proxy.add(r"POST .*/step", HOLD, skip=3)
+        trigger = defer(train(conn_id, plan(root, manifest)), run).trigger
+
+        async def cut_off() -> None:
+            task = asyncio.ensure_future(_fire(trigger))
+            await asyncio.to_thread(rule.holding.wait, 60)
+            task.cancel()
+            rule.released.set()
+            await asyncio.wait({task})
+
+        asyncio.run(cut_off())
+        assert len(jobs_alive(local_service, root)) == 1
+        run.clear()
+        result = run.execute(train(conn_id, plan(root, manifest)))
+    assert result["root"] == root
+    assert result["segments"] == 2
+    assert result["steps"] == STEPS
+    assert jobs_alive(local_service, root) == []
+
+
+def test_somebody_elses_job_is_not_replaced(
+    task_run, service_connection, local_service, manifest, root, no_grace
+) -> None:
+    with CortexTrainingClient(local_service.base_url, local_service.database, local_service.schema) as client:
+        job_id = client.create_job_from_body({"sub_job_configs": [TRAINING, SAMPLING]})["job_id"]
+        client.wait_for_job(job_id)
+        result = task_run("train").execute(train(service_connection, plan(root, manifest, job_id=job_id)))
+        assert result["job_id"] == job_id
+        assert client.get_job(job_id)["status"] == "running"
+        client.cancel_job(job_id)
+        with pytest.raises(AirflowFailException, match=job_id):
+            task_run("train").execute(train(service_connection, plan(f"{root}-2", manifest, job_id=job_id)))
+
+
+def test_what_a_failed_deferral_leaves_is_cancelled(
+    task_run, service_connection, local_service, manifest, root, no_grace
+) -> None:
+    for error, expected, try_number in (
+        ({"error": "Trigger timeout"}, TaskDeferralTimeout, 1),
+        ({"error": "Trigger failure"}, TaskDeferralError, 3),
+    ):
+        run = task_run("train", retries=2)
+        run.try_number = try_number
+        run_root = f"{root}-{try_number}"
+        operator = train(service_connection, plan(run_root, manifest, when_done="keep"))
+        trigger = defer(operator, run).trigger
+        assert asyncio.run(_fire(trigger))["status"] == "trained"
+        assert len(jobs_alive(local_service, run_root)) == 1
+        with pytest.raises(expected):
+            operator.resume_execution("__fail__", error, run.context())
+        assert jobs_alive(local_service, run_root) == []
+
+
+def test_teardown_cancels_every_job_of_the_journal(
+    task_run, service_connection, local_service, manifest, root, no_grace
+) -> None:
+    task_run("train").execute(train(service_connection, plan(root, manifest, when_done="keep")))
+    (alive,) = jobs_alive(local_service, root)
+    cancel = CortexTrainingCancelJobOperator(task_id="cancel", conn_id=service_connection, root=root)
+    assert task_run("cancel").execute(cancel) == [alive]
+    assert jobs_alive(local_service, root) == []
+
+
+async def test_a_user_who_ends_the_task_ends_its_job(
+    task_run, service_connection, local_service, manifest, root, no_grace, monkeypatch
+) -> None:
+    monkeypatch.setattr(kill, "_state", lambda ti: ("failed", True))
+    operator = train(service_connection, plan(root, manifest, steps=500))
+    trigger = defer(operator, task_run("train")).trigger
+    trigger.task_instance = SimpleNamespace(dag_id="d", task_id="t", run_id="r", map_index=-1)
+    task = asyncio.ensure_future(_fire(trigger))
+    while not await asyncio.to_thread(_has_losses, root):
+        await asyncio.sleep(0.1)
+        assert not task.done()
+    task.cancel("user action")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await trigger.on_kill()
+    assert await asyncio.to_thread(jobs_alive, local_service, root) == []
+
+
+def _has_losses(root: str) -> bool:
+    return Path(root, "journal").exists() and bool(status(root).state.losses)
+
+
+def _trigger(conn_id: str, root: str) -> CortexTrainingTrainTrigger:
+    now = time.time()
+    return CortexTrainingTrainTrigger(
+        target={"conn_id": conn_id},
+        root=root,
+        attempt="a",
+        nonce="n",
+        not_before=now,
+        deadline=now + 60,
+        generation=[0, 0],
+    )
+
+
+def _copy(trigger: CortexTrainingTrainTrigger) -> CortexTrainingTrainTrigger:
+    return CortexTrainingTrainTrigger(**json.loads(json.dumps(trigger.serialize()[1])))
+
+
+async def _fire(trigger: Any) -> dict[str, Any]:
+    events = [event.payload async for event in trigger.run()]
+    assert len(events) == 1
+    return json.loads(json.dumps(events[0]))

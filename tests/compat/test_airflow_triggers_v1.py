@@ -1,0 +1,54 @@
+"""Triggers that were deferred by an earlier release still run: what Airflow stored then is read now.
+
+A file ``airflow_triggers_v<n>.json`` holds class path and kwargs as that version wrote them. It is never edited.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Airflow makes its home at the first import; a test must not make one in somebody's real home.
+os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="airflow-home-"))
+
+STORED = [
+    pytest.param(entry, id=f"{path.stem}:{entry['classpath'].rpartition('.')[2]}")
+    for path in sorted(Path(__file__).parent.glob("airflow_triggers_v*.json"))
+    for entry in json.loads(path.read_text())
+]
+
+
+def _made(entry: dict[str, Any]) -> Any:
+    module, _, name = entry["classpath"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**entry["kwargs"])
+
+
+@pytest.mark.parametrize("entry", STORED)
+def test_is_understood(entry: dict[str, Any]) -> None:
+    trigger = _made(entry)
+    assert trigger.unknown == {}
+    for name, value in entry["kwargs"].items():
+        assert getattr(trigger, name) == value
+
+
+@pytest.mark.parametrize("entry", STORED)
+def test_is_what_is_written_today_or_less(entry: dict[str, Any]) -> None:
+    classpath, kwargs = _made(entry).serialize()
+    assert classpath == entry["classpath"]
+    assert {name: kwargs[name] for name in entry["kwargs"]} == entry["kwargs"]
+
+
+def test_there_is_one_of_each_trigger() -> None:
+    from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
+    from airflow_cortex_training.triggers.requests import CortexTrainingRequestTrigger
+    from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
+
+    kinds = (CortexTrainingJobTrigger, CortexTrainingRequestTrigger, CortexTrainingTrainTrigger)
+    names = {entry.values[0]["classpath"] for entry in STORED}
+    assert names == {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
