@@ -17,7 +17,6 @@ from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import INPUTS, RUN_ID
-from prefect_snowflake import SnowflakeConnector
 from snowflake.connector.errors import ProgrammingError
 
 from cortex_training import ConfigurationError, SubJobConfig
@@ -29,6 +28,7 @@ from prefect_cortex_training import (
     export,
     generate,
     jobs_cancelled_at_end,
+    load_snowflake_connector,
     publish,
     save,
     train,
@@ -59,7 +59,7 @@ def prepare_rows(snowflake: str, table: str, connect_options: dict[str, Any]) ->
     if not _TABLE.fullmatch(table):
         raise ConfigurationError.of("table", table, "give a table's name, with schema and database if need be")
     prepared = f"{table}_PREPARED"
-    connector = SnowflakeConnector.load(snowflake)
+    connector = load_snowflake_connector(snowflake)
     with connector.get_connection(**connect_options) as connection, connection.cursor() as cursor:
         try:
             cursor.execute(TRANSFORM.format(table=table, prepared=prepared))

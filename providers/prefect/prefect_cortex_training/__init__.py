@@ -27,6 +27,7 @@ _refuse_other_client()
 from prefect_cortex_training.cleanup import cancel_remote_jobs, jobs_cancelled_at_end  # noqa: E402
 from prefect_cortex_training.credentials import CortexTrainingCredentials  # noqa: E402
 from prefect_cortex_training.job_block import CortexTrainingJob, CortexTrainingJobRun  # noqa: E402
+from prefect_cortex_training.snowflake import aload_snowflake_connector, load_snowflake_connector  # noqa: E402
 from prefect_cortex_training.tasks import (  # noqa: E402
     abuild_dataset,
     acancel_job,
@@ -66,6 +67,7 @@ __all__ = [
     "aexport",
     "aforward_backward",
     "agenerate",
+    "aload_snowflake_connector",
     "apublish",
     "asave",
     "astep",
@@ -80,6 +82,7 @@ __all__ = [
     "forward_backward",
     "generate",
     "jobs_cancelled_at_end",
+    "load_snowflake_connector",
     "publish",
     "save",
     "step",

@@ -136,6 +136,6 @@ def _create_entry(root: str, save: str, epoch: int, step: int) -> tuple[str, boo
     return entry.name, created
 
 
-save, asave = task_pair("save", retries=3)(_save)
-export, aexport = task_pair("export", retries=3)(_export)
-publish, apublish = task_pair("publish", retries=3)(_publish)
+save, asave = task_pair("save", retries=2)(_save)
+export, aexport = task_pair("export", retries=2)(_export)
+publish, apublish = task_pair("publish", retries=2)(_publish)

@@ -10,6 +10,7 @@ from prefect.logging import get_run_logger
 
 from cortex_training.errors import ConfigurationError
 from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.snowflake import aload_snowflake_connector
 
 
 async def _build_dataset(
@@ -40,7 +41,7 @@ async def _build_dataset(
             "out", out, f"the folder above it, {folder.parent}, does not exist; create or mount it first"
         )
     # The connector is loaded out here: in a worker thread there is no event loop for a block to be loaded on.
-    connector = await _load_connector(snowflake)
+    connector = await aload_snowflake_connector(snowflake)
     manifest = await asyncio.to_thread(
         _build, connector, connect_options or {}, query, folder, tokenizer, max_seq_len, seed, overlong
     )
@@ -54,24 +55,6 @@ async def _build_dataset(
         "sequences": manifest.sequences,
         "tokens": manifest.tokens,
     }
-
-
-async def _load_connector(name: str) -> Any:
-    try:
-        from prefect_snowflake import SnowflakeConnector
-    except ImportError as error:
-        raise ConfigurationError(
-            f"build_dataset reads through prefect-snowflake, which is not installed ({error}); pip install "
-            "prefect-snowflake"
-        ) from error
-    try:
-        return await SnowflakeConnector.aload(name)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"snowflake: the Prefect server has no usable Snowflake Connector block called {name!r} ({error}); create "
-            f"it in the UI or with SnowflakeConnector(...).save({name!r})",
-            field="snowflake",
-        ) from None
 
 
 def _build(

@@ -86,6 +86,6 @@ async def _cancel_job(credentials: str, job_id: str) -> str:
     return job_id
 
 
-create_job, acreate_job = task_pair("create_job", retries=3, cached=False)(_create_job)
-wait_until_running, await_until_running = task_pair("wait_until_running", retries=3)(_wait_until_running)
-cancel_job, acancel_job = task_pair("cancel_job", retries=3)(_cancel_job)
+create_job, acreate_job = task_pair("create_job", retries=2, cached=False)(_create_job)
+wait_until_running, await_until_running = task_pair("wait_until_running", retries=2)(_wait_until_running)
+cancel_job, acancel_job = task_pair("cancel_job", retries=2)(_cancel_job)

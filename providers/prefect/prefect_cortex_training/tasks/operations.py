@@ -196,7 +196,7 @@ def _write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-forward_backward, aforward_backward = task_pair("forward_backward", retries=3)(_forward_backward)
+forward_backward, aforward_backward = task_pair("forward_backward", retries=2)(_forward_backward)
 step, astep = task_pair("step", retries=0)(_step)
-weight_sync, aweight_sync = task_pair("weight_sync", retries=3)(_weight_sync)
-generate, agenerate = task_pair("generate", retries=3)(_generate)
+weight_sync, aweight_sync = task_pair("weight_sync", retries=2)(_weight_sync)
+generate, agenerate = task_pair("generate", retries=2)(_generate)

@@ -59,4 +59,4 @@ async def _stoppable(driver: asyncio.Task[TrainingResult], stop: asyncio.Event) 
         raise
 
 
-train, atrain = task_pair("train", retries=3)(_train)
+train, atrain = task_pair("train", retries=2)(_train)
