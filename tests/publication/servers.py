@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -180,4 +181,5 @@ def put_save(store: Store, save: str, marker: str = "weights.safetensors", data:
 
 def rclone() -> str | None:
     """A store that takes conditional writes and ignores the condition, where it is installed."""
-    return shutil.which("rclone")
+    here = Path(sys.executable).with_name("rclone")
+    return str(here) if here.exists() else shutil.which("rclone")
