@@ -193,6 +193,13 @@ class AirflowCluster:
                 members[session_of[session]].append(pid)
         return members
 
+    def log_tail(self, component: str, characters: int = 3000) -> str:
+        """The end of what a component wrote."""
+        try:
+            return (self.logs / f"{component}.log").read_text(errors="replace")[-characters:]
+        except OSError:
+            return ""
+
     # REST
 
     def request(
@@ -331,11 +338,7 @@ class AirflowCluster:
         return [name for name in wanted if (health.get(name) or {}).get("status") != "healthy"]
 
     def _tail(self, component: str) -> str:
-        try:
-            text = (self.logs / f"{component}.log").read_text(errors="replace")
-        except OSError:
-            return ""
-        return f"\n--- {component} ---\n{text[-3000:]}"
+        return f"\n--- {component} ---\n{self.log_tail(component)}"
 
 
 class SlotSampler:
