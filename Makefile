@@ -37,7 +37,7 @@ $(VENV)/.ready: constraints/all.txt pyproject.toml providers/airflow/pyproject.t
 $(PUBLIC_VENV)/.ready: constraints/public-client.txt
 	test -x $(PUBLIC_VENV)/bin/python || $(PYTHON) -m venv $(PUBLIC_VENV)
 	$(PUBLIC_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/public-client.txt \
-	  cortex-training==0.0.3 numpy
+	  cortex-training torch numpy
 	touch $@
 
 demo: $(VENV)/.ready

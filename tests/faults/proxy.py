@@ -16,6 +16,8 @@ DROP_AFTER = "drop-after"
 ANSWER = "answer"
 HOLD = "hold"
 
+_SESSION = web.AppKey("session", ClientSession)
+
 
 @dataclass
 class Rule:
@@ -80,7 +82,7 @@ class FaultProxy:
     async def _serve(self) -> None:
         async with ClientSession(timeout=ClientTimeout(total=600), auto_decompress=False) as session:
             app = web.Application(client_max_size=256 * 1024 * 1024)
-            app["session"] = session
+            app[_SESSION] = session
             app.router.add_route("*", "/{path:.*}", self._forward)
             runner = web.AppRunner(app, shutdown_timeout=0.5)
             await runner.setup()
@@ -106,7 +108,7 @@ class FaultProxy:
         headers = {
             k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length", "connection")
         }
-        session: ClientSession = request.app["session"]
+        session = request.app[_SESSION]
         async with session.request(
             request.method, self.upstream + request.path_qs, data=body or None, headers=headers, allow_redirects=False
         ) as answer:

@@ -45,7 +45,7 @@ def proxy(local_service):
 
 
 class Runs:
-    """Runs plans on one service, directly or through the fault proxy, and reads the service's own log of what it executed."""
+    """Runs plans on one service, directly or through the fault proxy, and reads what the service executed."""
 
     def __init__(self, service, manifest, root, base_url):
         self.service = service
