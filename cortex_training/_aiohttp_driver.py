@@ -105,7 +105,7 @@ class AiohttpDriver:
                 raise guard.refusal from None
             return TransportFault(guard.sent(_connection_failed(error)), _reason(error))
         headers = {name.lower(): value for name, value in answer.headers.items()}
-        return Response(answer.status, headers, body, credential if auth.can_refresh else None)
+        return Response(answer.status, headers, body, credential, auth.can_refresh)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._shared is not None:
@@ -150,6 +150,9 @@ class _GuardedBody(payload.Payload):
         raise TypeError("a request body is binary")
 
     async def write(self, writer: Any) -> None:
+        if writer.transport is None or writer.transport.is_closing():
+            # Known before anything is written, so this attempt provably did nothing and a new connection may try.
+            raise aiohttp.ClientConnectionResetError("the kept connection was closed by the other end")
         for piece in self._guard:
             await writer.write(piece)
 

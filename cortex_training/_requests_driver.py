@@ -89,7 +89,7 @@ class RequestsDriver:
                 raise guard.refusal from None
             return TransportFault(guard.sent(_connection_failed(error)), _reason(error))
         headers = {name.lower(): value for name, value in answer.headers.items()}
-        return Response(answer.status_code, headers, body, credential if auth.can_refresh else None)
+        return Response(answer.status_code, headers, body, credential, auth.can_refresh)
 
     def _opened_session(self) -> requests.Session:
         with self._lock:
@@ -123,9 +123,13 @@ def _proxies(proxy: str | None) -> dict[str, str]:
 
 
 def _read(answer: requests.Response, until: float) -> bytes:
-    """The whole body. A read timeout is for one piece only, so an answer that trickles for ever is cut off here."""
+    """The whole body, decompressed.
+
+    The socket's timeout starts anew with every byte, so pieces are taken as they come and the time is looked at
+    between them: an answer that trickles for ever is cut off.
+    """
     pieces = []
-    for piece in answer.iter_content(_READ_BYTES):
+    while piece := answer.raw.read1(_READ_BYTES, decode_content=True):
         pieces.append(piece)
         if time.monotonic() > until:
             raise http.ReadTimeout("the answer was not complete in time")

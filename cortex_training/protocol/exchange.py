@@ -187,7 +187,7 @@ def _judge(context: Context, request: Request, answer: Response | TransportFault
     if isinstance(answer, TransportFault):
         return not_executed if answer.sent is False else maybe_executed
     status = answer.status
-    if answer.credential is not None and is_session_expired(answer):
+    if answer.renewable and is_session_expired(answer):
         return _Judgement(_Verdict.RENEW, executed=False)
     if status == 429 or is_zone_restarting(answer) or was_not_accepted(answer):
         return not_executed

@@ -88,6 +88,8 @@ class Response:
     body: bytes = field(repr=False)
     credential: Mapping[str, str] | None = field(default=None, repr=False)
     """The credential headers it was asked with, so that an expired one can be told from its replacement."""
+    renewable: bool = False
+    """Whether that credential can be replaced when it has expired."""
 
     @property
     def request_id(self) -> str:

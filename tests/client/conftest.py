@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import socket
@@ -86,11 +87,10 @@ Script = Callable[[Seen], Any]
 class Weather:
     """A server whose `script` says, per request, what happens; `seen` holds every complete request in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.seen: list[Seen] = []
         self.script: Script = lambda seen: Reply(body={})
-        self.idle_close_s: float | None = None
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self._stopping = threading.Event()
         self._connections = 0
         self._open: list[socket.socket] = []
@@ -110,11 +110,20 @@ class Weather:
 
         self.script = script
 
+    def hang_up(self) -> None:
+        """Close every connection, as an idle timeout of the service would."""
+        for connection in self._open:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
     def stop(self) -> None:
         self._stopping.set()
+        # Closing alone does not wake a thread that is in accept().
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in self._open:
-            connection.close()
+        self.hang_up()
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
@@ -246,3 +255,17 @@ def clients(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 def client(clients: Fleet, weather: Weather) -> Any:
     """A client of either transport for `weather`; retries begin for 3 seconds."""
     return clients(weather.url, retry_budget_s=3.0, request_timeout=(2.0, 5.0))
+
+
+@pytest.fixture
+def scripted() -> Any:
+    """The vocabulary of scripts, for test modules (which are not imported as a package)."""
+
+    class Vocabulary:
+        Reply = Reply
+        Drop = Drop
+        Hang = Hang
+        Trickle = Trickle
+        Weather = Weather
+
+    return Vocabulary

@@ -27,7 +27,7 @@ def reply(body: Any = None, status: int = 200, **headers: str) -> Response:
 
 def expired(code: str | None = "390112", status: int = 401) -> Response:
     answer = reply({"code": code} if code else {}, status)
-    return replace(answer, credential={"Authorization": 'Snowflake Token="old-session-token"'})
+    return replace(answer, credential={"Authorization": 'Snowflake Token="old-session-token"'}, renewable=True)
 
 
 Answer = Response | TransportFault | Callable[[Request], Any]
