@@ -26,14 +26,14 @@ class SubJobLog:
         self._written += 1
 
     def page(self, cursor: object, max_lines: object) -> dict[str, Any]:
-        """Entries after `cursor`; without one, the last `max_lines`. Raises Refusal (400)."""
+        """Entries after `cursor`; without one, from the oldest that is kept. Raises Refusal (400)."""
         count = DEFAULT_LINES if max_lines is None else max_lines
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise bad_field("payload.max_lines", max_lines, "must be a whole number of at least 1")
         count = min(count, MAX_LINES)
         oldest = self._written - len(self._entries)
         if cursor is None or cursor == "":
-            first = max(oldest, self._written - count)
+            first = oldest
         elif isinstance(cursor, str) and cursor.isascii() and cursor.isdigit() and int(cursor) <= self._written:
             first = max(oldest, int(cursor))
         else:
