@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+import time
 from dataclasses import dataclass, field
 
 from cortex_training import wire
@@ -48,6 +48,8 @@ class ChunkGroup:
     frames: dict[int, bytes] = field(default_factory=dict, repr=False)
     """Chunks that wait for the others; empty once the group runs."""
     execution: Execution | None = None
+    touched: float = 0.0
+    """Monotonic seconds of the newest chunk."""
     joining: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the chunks become a frame, so that a repeated last chunk waits and starts no second execution."""
 
@@ -89,7 +91,13 @@ class ChunkGroups:
     """The groups of one sub-job, remembered as long as it runs."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[str, ChunkGroup] = OrderedDict()
+        self._groups: dict[str, ChunkGroup] = {}
+        self._partial: dict[str, ChunkGroup] = {}
+
+    @property
+    def partial(self) -> list[ChunkGroup]:
+        """The groups that hold chunks and wait for more."""
+        return list(self._partial.values())
 
     def accept(self, chunk: Chunk) -> ChunkGroup:
         """Add a chunk to its group. Raises Refusal (409) when it cannot belong to it."""
@@ -124,23 +132,19 @@ class ChunkGroups:
         if known is None:
             group.content_sha256[chunk.index] = chunk.content_sha256
             group.frames[chunk.index] = chunk.frame
-        self._groups.move_to_end(chunk.group_id)
+            self._partial[chunk.group_id] = group
+        group.touched = time.monotonic()
         return group
+
+    def release(self, group: ChunkGroup) -> None:
+        """Let go of the chunks of a group that runs; what they were is remembered."""
+        group.frames.clear()
+        self._partial.pop(group.group_id, None)
 
     def forget(self, group_id: str) -> None:
         """The next chunk of this group has to be chunk 0 again."""
         self._groups.pop(group_id, None)
-
-    def forget_oldest_partial(self) -> bool:
-        """Make room by forgetting the partial group that waited longest. False when there is none."""
-        for group_id, group in self._groups.items():
-            if group.frames and not group.joining.locked():
-                del self._groups[group_id]
-                return True
-        return False
-
-    def partial_bytes(self) -> int:
-        return sum(group.retained_bytes for group in self._groups.values())
+        self._partial.pop(group_id, None)
 
 
 def _count(described: dict[str, object], name: str) -> int:

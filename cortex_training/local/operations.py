@@ -78,7 +78,7 @@ class Operations:
             _, reply = await start(body, _delivery_of(body), None)
             return dict(reply)
         group = sub_job.chunk_groups.accept(chunk)
-        self._make_room(group)
+        self._make_room_beside(group)
         if not chunk.is_last:
             return {
                 "chunk_cached": True,
@@ -98,15 +98,23 @@ class Operations:
             except Refusal:
                 sub_job.chunk_groups.forget(chunk.group_id)
                 raise
-            group.frames.clear()
+            sub_job.chunk_groups.release(group)
             return dict(reply)
 
-    def _make_room(self, newest: ChunkGroup) -> None:
-        """Forget the oldest partial groups when all of them together hold too much."""
-        groups = [sub_job.chunk_groups for job in self._lifecycle.jobs.values() for sub_job in job.sub_jobs]
-        while sum(one.partial_bytes() for one in groups) > self.settings.max_partial_bytes:
-            if not any(one.forget_oldest_partial() for one in groups if one.partial_bytes()):
+    def _make_room_beside(self, newest: ChunkGroup) -> None:
+        """Forget the partial groups that waited longest while all of them together hold too much."""
+        places = [sub_job.chunk_groups for job in self._lifecycle.jobs.values() for sub_job in job.sub_jobs]
+        waiting = sorted(
+            ((group.touched, place, group) for place in places for group in place.partial if group is not newest),
+            key=lambda one: one[0],
+        )
+        held = newest.retained_bytes + sum(group.retained_bytes for _, _, group in waiting)
+        for _, place, group in waiting:
+            if held <= self.settings.max_partial_bytes:
                 return
+            if not group.joining.locked():
+                held -= group.retained_bytes
+                place.forget(group.group_id)
 
     def _reply(self, job: Job, request: Request) -> dict[str, Any]:
         job.requests[request.request_id] = request
@@ -123,7 +131,7 @@ class Operations:
         return outcome
 
     async def _finish(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> None:
-        await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+        await asyncio.gather(*[asyncio.wrap_future(future) for future in futures], return_exceptions=True)
         told = ""
         try:
             if any(future.cancelled() for future in futures):

@@ -79,8 +79,7 @@ class LanguageModel:
         return {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
     def set_full_weights(self, weights: Weights) -> None:
-        """Take all weights of a plain model. An adapter goes back to changing nothing: the weights hold what it had
-        learned.
+        """Take all weights of a plain model. An adapter starts anew: the weights hold what it had learned.
 
         Raises ValueError, having changed nothing, when they are of a model of another shape.
         """

@@ -129,8 +129,8 @@ class TrainingEngine:
         if lora is None:
             self._model.set_full_weights(weights)
         else:
-            self._model.set_adapter_weights(weights)
             self._model.set_base_weights(read_base_weights(folder))
+            self._model.set_adapter_weights(weights)
         self._optimizer.take_weights()
         if self._assumptions.load_gradients == "clear":
             self._optimizer.clear_gradients()
