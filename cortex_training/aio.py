@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -74,6 +75,7 @@ class AsyncCortexTrainingClient:
 
     def _configure(self, settings: ClientSettings, session: aiohttp.ClientSession | None) -> None:
         self._settings = settings
+        self._opened_session: SnowflakeSessionAuth | None = None
         self._context = Context(settings.policy)
         self._driver = AiohttpDriver(settings, session)
         self._run = self._driver.run
@@ -111,7 +113,9 @@ class AsyncCortexTrainingClient:
         """
         auth = SnowflakeSessionAuth(connection_name)
         base_url, database, schema = settings_of_profile(auth, database, schema)
-        return cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+        client = cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+        client._opened_session = auth
+        return client
 
     # Jobs
 
@@ -461,8 +465,10 @@ class AsyncCortexTrainingClient:
         return self._settings.endpoint
 
     async def aclose(self) -> None:
-        """Close the connections, unless the session is shared. A later call opens new ones."""
+        """Close what this client opened: connections, unless the session is shared, and a profile's session."""
         await self._driver.aclose()
+        if self._opened_session is not None:
+            await asyncio.to_thread(self._opened_session.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -477,6 +483,8 @@ class AsyncCortexTrainingClient:
 
     def __setstate__(self, settings: ClientSettings) -> None:
         self._configure(settings, None)
+        if isinstance(settings.auth, SnowflakeSessionAuth):
+            self._opened_session = settings.auth
 
     def __repr__(self) -> str:
         where = f"{self.base_url!r}, {self.database!r}, {self.schema!r}, {self.endpoint!r}"

@@ -105,6 +105,7 @@ class CortexTrainingClient:
 
     def _configure(self, settings: ClientSettings) -> None:
         self._settings = settings
+        self._opened_session: SnowflakeSessionAuth | None = None
         self._context = Context(settings.policy)
         self._driver = RequestsDriver(settings)
         self._run = self._driver.run
@@ -142,7 +143,9 @@ class CortexTrainingClient:
         """
         auth = SnowflakeSessionAuth(connection_name)
         base_url, database, schema = settings_of_profile(auth, database, schema)
-        return cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+        client = cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+        client._opened_session = auth
+        return client
 
     # Jobs
 
@@ -517,8 +520,10 @@ class CortexTrainingClient:
         return self._settings.endpoint
 
     def close(self) -> None:
-        """Close the connections. A later call opens new ones."""
+        """Close the connections, and the profile's session if this client opened it."""
         self._driver.close()
+        if self._opened_session is not None:
+            self._opened_session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -533,6 +538,8 @@ class CortexTrainingClient:
 
     def __setstate__(self, settings: ClientSettings) -> None:
         self._configure(settings)
+        if isinstance(settings.auth, SnowflakeSessionAuth):
+            self._opened_session = settings.auth
 
     def __repr__(self) -> str:
         where = f"{self.base_url!r}, {self.database!r}, {self.schema!r}, {self.endpoint!r}"

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +88,8 @@ Script = Callable[[Seen], Any]
 class Weather:
     """A server whose `script` says, per request, what happens; `seen` holds every complete request in order."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.seen: list[Seen] = []
         self.script: Script = lambda seen: Reply(body={})
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -95,7 +97,7 @@ class Weather:
         self._connections = 0
         self._open: list[socket.socket] = []
         self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def sequence(self, *replies: Any) -> None:
@@ -136,6 +138,11 @@ class Weather:
             threading.Thread(target=self._serve, args=(connection, self._connections), daemon=True).start()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
+        if self._tls is not None:
+            try:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            except OSError:
+                return
         with connection, connection.makefile("rb") as stream:
             while True:
                 try:
@@ -231,10 +238,25 @@ class Fleet:
         kind: Any = CortexTrainingClient if self._loop is None else AsyncCortexTrainingClient
         return self.adopt(kind.from_pat(host, "secret-token-value", "DB", "PUBLIC", **options))
 
+    def from_connection_name(self, name: str | None = None, **options: Any) -> Any:
+        kind: Any = CortexTrainingClient if self._loop is None else AsyncCortexTrainingClient
+        return self.adopt(kind.from_connection_name(name, **options))
+
     def adopt(self, client: Any) -> Any:
         wrapped = client if self._loop is None else Blocking(client, self._loop)
         self._made.append(wrapped)
         return wrapped
+
+    def expire_idle_connections(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make every kept connection count as idle for too long, as if that time had passed."""
+        from cortex_training import _requests_driver
+
+        if self._loop is None:
+            monkeypatch.setattr(_requests_driver, "KEEP_ALIVE_S", -1.0)
+        else:
+            for wrapped in self._made:
+                connector = wrapped._client._driver._own.connector
+                monkeypatch.setattr(connector, "_keepalive_timeout", -1.0)
 
     def close(self) -> None:
         for client in self._made:
@@ -269,3 +291,17 @@ def scripted() -> Any:
         Weather = Weather
 
     return Vocabulary
+
+
+@pytest.fixture
+def large_result() -> dict[str, Any]:
+    """The status of a finished request whose result is a few megabytes."""
+    import base64
+
+    import numpy as np
+
+    from cortex_training import wire
+
+    frame = wire.dumps({"x": np.zeros(400_000, dtype=np.float64)})
+    result = {"encoding": "base64", "wire_format": "DSSST1", "payload_b64": base64.b64encode(frame).decode()}
+    return {"status": "done", "result": result}
