@@ -99,7 +99,7 @@ def _set_the_stage(
         tokenizer=folder,
         sample_prompts=[row.prompt for row in held_out[:SAMPLES]],
         say=say,
-        keep=options.keep,
+        servers=servers,
     )
     return stage, rows
 
@@ -149,7 +149,7 @@ def _gpu_seconds(stage: Stage, job_id: str) -> float:
     """What the service itself counted for a job."""
     from cortex_training import CortexTrainingClient
 
-    with CortexTrainingClient(stage.service.base_url, DATABASE, SCHEMA) as client:
+    with CortexTrainingClient.from_pat(stage.service.base_url, stage.service.token, DATABASE, SCHEMA) as client:
         return float(client.get_job(job_id)["gpu_seconds"])
 
 

@@ -21,7 +21,7 @@ TRAINING_TABLE = "FINETUNE_ROWS"
 def run_pipeline(stage: Stage) -> Outcome:
     """From the SQL transform to the published checkpoint; the job is cancelled whatever happens."""
     manifest = _build_dataset(stage)
-    with CortexTrainingClient(stage.service.base_url, DATABASE, SCHEMA) as client:
+    with CortexTrainingClient.from_pat(stage.service.base_url, stage.service.token, DATABASE, SCHEMA) as client:
         job_id = client.create_job_from_body({"sub_job_configs": stage.recipe.sub_jobs()})["job_id"]
         stage.say(f"job {job_id} created")
         try:
@@ -88,7 +88,9 @@ def _train(stage: Stage, job_id: str, manifest: str) -> TrainingResult:
         stage.say(progress.line())
 
     async def main() -> TrainingResult:
-        async with AsyncCortexTrainingClient(stage.service.base_url, DATABASE, SCHEMA) as client:
+        async with AsyncCortexTrainingClient.from_pat(
+            stage.service.base_url, stage.service.token, DATABASE, SCHEMA
+        ) as client:
             return await run(plan, client, tell)
 
     return asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from demo.processes import clean_environment, stop_group
 
 
 class LocalService:
-    """``cortex-training serve`` on a free loopback port, with its data and execution log in `folder`."""
+    """``cortex-training serve`` on a free loopback port, with its data and execution log in `folder`.
+
+    It accepts one random token, so that a pipeline that loses its credential fails as it would at the real service.
+    """
 
     def __init__(self, folder: Path, *, threads: int = 2) -> None:
         self.folder = folder
         self.threads = threads
         self.base_url = ""
+        self.token = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -35,7 +40,7 @@ class LocalService:
                 [
                     *(sys.executable, "-m", "cortex_training.local", "serve", "--port", "0", "--json-ready"),
                     *("--threads", str(self.threads), "--data-dir", str(self.folder / "data")),
-                    *("--execution-log", str(self.folder / "execution.jsonl")),
+                    *("--execution-log", str(self.folder / "execution.jsonl"), "--token", self.token),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,

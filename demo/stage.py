@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from demo.snowflake_server import SnowflakeServer
 
 @dataclass(frozen=True)
 class Stage:
-    """Servers that run, folders that exist, and one line of text at a time to the person who watches."""
+    """Servers that run, folders that exist, and one line of text at a time to the person who watches.
+
+    An engine's own servers are put on `servers`, so that they end with the demo, not before.
+    """
 
     work: Path
     recipe: Recipe
@@ -22,7 +26,7 @@ class Stage:
     tokenizer: Path
     sample_prompts: list[str]
     say: Callable[[str], None]
-    keep: bool
+    servers: ExitStack
 
     @property
     def runs_root(self) -> Path:
