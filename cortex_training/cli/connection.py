@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ def add_global_flags(parser: argparse.ArgumentParser) -> None:
 class Connection:
     """What a client is made of: a profile, or an address with or without a token."""
 
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(repr=False)
     profile: str | None = None
     is_default_profile: bool = False
 
