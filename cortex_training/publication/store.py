@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -132,39 +133,41 @@ class PosixStore:
     def read(self, name: str) -> bytes:
         path = self.locate(name)
         try:
-            with _refusals("read", path), open(path, "rb") as file:
+            with open(path, "rb") as file:
                 data = file.read(MAX_RECORD_BYTES + 1)
         except FileNotFoundError:
             self._require_root()
             raise
+        except OSError as problem:
+            _refused("read", path, problem)
         if len(data) > MAX_RECORD_BYTES:
             raise StoreError(f"read {path}: it is larger than {MAX_RECORD_BYTES} bytes; a record is never that large")
         return data
 
     def exists(self, name: str) -> bool:
-        path = self.locate(name)
-        with _refusals("look for", path):
-            return os.path.isfile(path)
+        return stat.S_ISREG(self._mode(self.locate(name)))
 
     def listing(self, folder: str) -> Listing:
         path = self.locate(folder)
         files: list[str] = []
         folders: list[str] = []
         try:
-            with _refusals("list", path), os.scandir(path) as found:
+            with os.scandir(path) as found:
                 for item in found:
                     (folders if item.is_dir() else files).append(item.name)
         except FileNotFoundError:
             # A folder is made by the first record in it. A root that is gone is something else: an unmounted file
             # system read as an empty log would restart training from step 0.
             self._require_root()
+        except OSError as problem:
+            _refused("list", path, problem)
         return Listing(sorted(files), sorted(folders))
 
     def names(self, folder: str) -> list[str]:
         return [name for name in self.listing(folder).files if not name.startswith(durable.TEMPORARY)]
 
     def holds_save(self, name: str) -> bool:
-        return os.path.isdir(self.locate(name))
+        return stat.S_ISDIR(self._mode(self.locate(name)))
 
     def longest_name(self, folder: str) -> int:
         return 255
@@ -195,6 +198,16 @@ class PosixStore:
         # Calls of the file system can't be given a limit.
         return self
 
+    def _mode(self, path: str) -> int:
+        """The mode of what is at a path, 0 for nothing. A disk that does not answer is an error and not "nothing"."""
+        try:
+            return os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            self._require_root()
+            return 0
+        except OSError as problem:
+            _refused("look at", path, problem)
+
     def _require_root(self) -> None:
         if not os.path.isdir(self._root):
             raise RootError(
@@ -218,11 +231,9 @@ def checked_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _refusals(verb: str, path: str) -> Iterator[None]:
-    """Turn what the file system refuses into a StoreError naming the path; FileNotFoundError stays as it is."""
+    """Turn what the file system refuses into a StoreError naming the path."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as problem:
         _refused(verb, path, problem)
 

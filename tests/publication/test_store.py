@@ -3,11 +3,20 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import Listing, PosixStore, RootError, Store, StoreError
+from cortex_training.publication import (
+    Listing,
+    PosixStore,
+    PublicationLog,
+    RootError,
+    SaveError,
+    Store,
+    StoreError,
+)
 
 
 def test_create_has_one_winner_and_leaves_the_winners_bytes(store: Store) -> None:
@@ -158,6 +167,44 @@ def test_what_the_file_system_refuses_names_the_path(
     assert os.strerror(code) in str(raised.value)
     monkeypatch.undo()
     assert posix_store.names("pub") == []
+
+
+def test_a_disk_that_does_not_answer_is_not_a_save_that_is_gone(
+    posix_store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the entry of a good save would be taken back."""
+    posix_store.write("exec/a/1/w", b"w")
+    log = PublicationLog(posix_store)
+    create, look = PosixStore.create, os.stat
+
+    def then_stale(self: PosixStore, name: str, data: bytes = b"") -> bool:
+        created = create(self, name, data)
+
+        def stale(path: object, **options: Any) -> os.stat_result:
+            if str(path).endswith("exec/a/1"):
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return look(path, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "stat", stale)
+        return created
+
+    monkeypatch.setattr(PosixStore, "create", then_stale)
+    with pytest.raises(StoreError, match=r"exec/a/1: Stale file handle") as raised:
+        log.publish("exec/a/1", 1, 1)
+    assert not isinstance(raised.value, SaveError)
+    monkeypatch.undo()
+    assert [entry.save for entry in log.entries()] == ["exec/a/1"]
+
+
+def test_a_folder_that_goes_while_a_record_is_made_is_a_store_error(
+    posix_store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posix_store.create("exec/a/1", b"x")
+    monkeypatch.setattr("cortex_training.publication.durable.make_folder", lambda path: None)
+    with pytest.raises(StoreError, match="exec/gone/1"):
+        posix_store.create("exec/gone/1", b"x")
+    with pytest.raises(StoreError, match="exec/gone/1"):
+        posix_store.write("exec/gone/1", b"x")
 
 
 def test_names_over_255_bytes_and_files_in_the_way_are_store_errors(posix_store: PosixStore) -> None:
