@@ -80,6 +80,13 @@ class CortexTrainingOperator(BaseOperator):
         return min(timeout_s, limit.total_seconds()) if isinstance(limit, timedelta) else timeout_s
 
 
+def with_fields(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an operator whose result is a dict: each of its fields becomes an XCom of its own, so that other
+    tasks
+    can refer to ``task.output["field"]``."""
+    return {"multiple_outputs": True, **arguments}
+
+
 def require_text(owner: BaseOperator, name: str, value: object) -> str:
     """`value` as non-empty text, or a `ConfigurationError` naming the task, the argument and the usual cause."""
     if isinstance(value, str) and value.strip():

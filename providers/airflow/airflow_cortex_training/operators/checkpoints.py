@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_cortex_training.durable import DurableRecord
-from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures, require_text
+from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures, require_text, with_fields
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
 from cortex_training.config import CheckpointType
 from cortex_training.errors import ConfigurationError, ProtocolError
@@ -93,7 +93,7 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
         metrics: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**with_fields(kwargs))
         self.job_id = job_id
         self.checkpoint_id = checkpoint_id
         self.root = root
@@ -169,7 +169,7 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
     ui_color = "#e5f5e0"
 
     def __init__(self, *, root: str, save: str, step: int, loss: float | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**with_fields(kwargs))
         self.root = root
         self.save = save
         self.step = step

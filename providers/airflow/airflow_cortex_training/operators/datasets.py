@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook, BaseOperator
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_cortex_training.operators.base import clear_failures, require_text
+from airflow_cortex_training.operators.base import clear_failures, require_text, with_fields
 from cortex_training.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class CortexTrainingBuildDatasetOperator(BaseOperator):
         hook_params: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**with_fields(kwargs))
         self.sql = sql
         self.sql_conn_id = sql_conn_id
         self.out = out

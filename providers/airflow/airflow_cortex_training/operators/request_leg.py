@@ -26,6 +26,7 @@ from airflow_cortex_training.operators.base import (
     clear_failures,
     default_deferrable,
     require_text,
+    with_fields,
 )
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.requests import CortexTrainingRequestTrigger
@@ -79,7 +80,7 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         inline_s: float = INLINE_S,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**with_fields(kwargs))
         self.job_id = job_id
         self.timeout_s = timeout_s
         self.deferrable = default_deferrable() if deferrable is None else deferrable

@@ -18,6 +18,7 @@ from airflow_cortex_training.operators.base import (
     CortexTrainingOperator,
     clear_failures,
     default_deferrable,
+    with_fields,
 )
 from airflow_cortex_training.operators.checkpoints import attempt_id
 from airflow_cortex_training.operators.jobs import cancel_jobs_of_root, default_experiment_name
@@ -83,7 +84,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         on_clear: str = "resume",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**with_fields(kwargs))
         self.plan = plan
         self.timeout_s = timeout_s
         self.deferrable = default_deferrable() if deferrable is None else deferrable

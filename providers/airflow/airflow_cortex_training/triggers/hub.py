@@ -146,6 +146,8 @@ class _Registry:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def acquire(self, target: Target) -> PollHub:
+        # In a thread: the first import takes longer than an event loop with a thousand waits should stand still.
+        await asyncio.to_thread(_import_transport)
         settings = await self._settings(target)
         hub = self._hubs.get(settings.endpoint_key)
         if hub is None:
@@ -190,6 +192,10 @@ class _Registry:
 
 
 _registries: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Registry] = weakref.WeakKeyDictionary()
+
+
+def _import_transport() -> None:
+    import cortex_training.aio  # noqa: F401
 
 
 def _registry() -> _Registry:
