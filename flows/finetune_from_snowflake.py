@@ -163,7 +163,10 @@ def finetune_from_snowflake(
             model, max_seq_len=max_seq_len, n_gpus=n_gpus, extra_sampling=adapter, dtype=dtype, seed=seed
         ),
     ]
-    samples = {"prompts": prompts or PROMPTS, "sampling_params": {"max_tokens": max_tokens, "temperature": 0.0}}
+    samples: dict[str, Any] = {
+        "prompts": prompts or PROMPTS,
+        "sampling_params": {"max_tokens": max_tokens, "temperature": 0.0},
+    }
 
     with jobs_cancelled_at_end():
         job_id = create_job(cortex, [sub_job.to_wire() for sub_job in sub_jobs])

@@ -82,29 +82,37 @@ async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> None:
     """
     known = await labels.read()
     for job in jobs_in(known):
-        await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, partial(cancel_if_alive, job_id=job.job_id))
+        await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, partial(_cancel_one, job_id=job.job_id))
     for root in roots_in(known):
-        await _try_to_cancel(
-            logger, f"the jobs of {root.root}", root.credentials, partial(_cancel_journalled, root=root.root)
-        )
+        what = f"jobs that the training run in {root.root} created"
+        await _try_to_cancel(logger, what, root.credentials, partial(_cancel_journalled, root=root.root))
 
 
-async def _cancel_journalled(client: AsyncCortexTrainingClient, root: str) -> None:
+async def _cancel_one(client: AsyncCortexTrainingClient, job_id: str) -> list[str]:
+    await cancel_if_alive(client, job_id)
+    return [job_id]
+
+
+async def _cancel_journalled(client: AsyncCortexTrainingClient, root: str) -> list[str]:
     from cortex_training.training import cancel_jobs
 
-    await cancel_jobs(root, client)
+    return await cancel_jobs(root, client)
 
 
 async def _try_to_cancel(
-    logger: Logger, what: str, credentials: str | None, cancel: Callable[[AsyncCortexTrainingClient], Awaitable[Any]]
+    logger: Logger,
+    what: str,
+    credentials: str | None,
+    cancel: Callable[[AsyncCortexTrainingClient], Awaitable[list[str]]],
 ) -> None:
     if credentials is None:
         logger.error("%s: the labels name no credentials block; cancel with `cortex-training cancel`", what)
         return
     try:
         async with connected(credentials) as client:
-            await cancel(client)
+            cancelled = await cancel(client)
     except Exception as error:
         logger.error("%s could not be cancelled through credentials block %r: %s", what, credentials, error)
     else:
-        logger.info("%s: cancelled", what)
+        for job_id in cancelled:
+            logger.info("job %s is cancelled", job_id)

@@ -51,11 +51,12 @@ def run_to_end(coroutine: Coroutine[Any, Any, R]) -> R:
             done.set_exception(error)
 
     thread = threading.Thread(target=body, name="cortex-training", daemon=True)
-    thread.start()
     try:
+        # Started in here: a signal between the start and the wait must cancel the coroutine too.
+        thread.start()
         return done.result()
     except BaseException:
-        if not done.done():
+        if thread.ident is not None and not done.done():
             started.result(UNWIND_S)()
             thread.join(UNWIND_S)
         raise

@@ -56,7 +56,7 @@ class CortexTrainingJobRun(JobRun[Checkpoints]):
             raise JobFailed(job_id=self.job_id, state=JobState.FAILED, reason=str(job.get("reason") or ""))
 
     @dual(await_for_completion)
-    def wait_for_completion(self, timeout_s: float | None = None) -> None:
+    def wait_for_completion(self, timeout_s: float | None = None) -> None:  # type: ignore[override]
         """Wait until the job has ended. Cancelled and torn-down jobs have completed; raises JobFailed for one that
         failed.
         """
@@ -68,7 +68,7 @@ class CortexTrainingJobRun(JobRun[Checkpoints]):
             return list(await client.list_checkpoints(self.job_id))
 
     @dual(afetch_result)
-    def fetch_result(self) -> Checkpoints:
+    def fetch_result(self) -> Checkpoints:  # type: ignore[override]
         """The job's checkpoints, as the service lists them."""
         return run_to_end(self.afetch_result())
 
@@ -136,6 +136,6 @@ class CortexTrainingJob(JobBlock[Checkpoints]):
         return CortexTrainingJobRun(job_id, self.credentials)
 
     @dual(atrigger)
-    def trigger(self) -> CortexTrainingJobRun:
+    def trigger(self) -> CortexTrainingJobRun:  # type: ignore[override]
         """Create the job, or find the one that this flow run created before."""
         return run_to_end(self.atrigger())

@@ -8,7 +8,7 @@ from cortex_training.errors import ConfigurationError
 from prefect_cortex_training.dispatch import dual, run_to_end
 
 if TYPE_CHECKING:
-    from prefect_snowflake import SnowflakeConnector
+    from prefect_snowflake import SnowflakeConnector  # type: ignore[import-untyped]
 
 
 async def aload_snowflake_connector(name: str) -> SnowflakeConnector:
