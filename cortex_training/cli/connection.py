@@ -216,17 +216,17 @@ def read_config(name: str) -> dict[str, Any]:
         content = inner
     fields: dict[str, Any] = {}
     for key, value in content.items():
-        field = _ALIASES.get(key, key)
-        if field not in (*_TEXT, *_NUMBERS, *_FLAGS):
-            known = ", ".join((*_TEXT, *_NUMBERS, *_FLAGS))
-            raise ConfigurationError(f"{name}: unknown key {key!r}; known are {known}")
+        known = _ALIASES.get(key, key)
+        if known not in (*_TEXT, *_NUMBERS, *_FLAGS):
+            names = ", ".join((*_TEXT, *_NUMBERS, *_FLAGS))
+            raise ConfigurationError(f"{name}: unknown key {key!r}; known are {names}")
         if value is None:
             continue
-        wanted: Any = str if field in _TEXT else bool if field in _FLAGS else (int, float)
-        if not isinstance(value, wanted) or (field in _NUMBERS and isinstance(value, bool)):
-            noun = "text" if field in _TEXT else "true or false" if field in _FLAGS else "a number"
+        wanted: Any = str if known in _TEXT else bool if known in _FLAGS else (int, float)
+        if not isinstance(value, wanted) or (known in _NUMBERS and isinstance(value, bool)):
+            noun = "text" if known in _TEXT else "true or false" if known in _FLAGS else "a number"
             raise ConfigurationError(f"{name}: {key} must be {noun}")
-        fields[field] = value
+        fields[known] = value
     return fields
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cortex_training.protocol.memory import Bounded
@@ -64,6 +64,11 @@ class Context:
 
     def remember_id(self, created: str) -> None:
         self.fresh.put(created, self.clock())
+
+    def saw_ids(self, names: Iterable[str]) -> None:
+        """The service answered a call about these ids, so it knows them: a 404 from now on is not its delay."""
+        for name in names:
+            self.fresh.pop(name)
 
     def is_fresh(self, name: str) -> bool:
         created = self.fresh.get(name)

@@ -89,6 +89,7 @@ def exchange(
     while True:
         answer: Response | TransportFault = yield _bounded(context, request, deadline, failure)
         if isinstance(answer, Response) and 200 <= answer.status < 300:
+            context.saw_ids(request.names)
             return answer
         judged = _judge(context, request, answer)
         if judged.verdict is _Verdict.RENEW:

@@ -91,9 +91,18 @@ def test_404_is_retried_only_for_an_id_created_seconds_ago(world: Any, say: Any)
         world.run(exchange(world.context, about_job), [missing])
     world.context.remember_id("job")
     assert world.run(exchange(world.context, about_job), [missing, missing, say.reply({})]).status == 200
+    world.context.remember_id("job")
     world.now += 60
     with pytest.raises(errors.NotFoundError):
         world.run(exchange(world.context, about_job), [missing])
+
+
+def test_404_is_an_error_once_the_service_was_seen_to_know_the_id(world: Any, say: Any) -> None:
+    world.context.remember_id("job")
+    about_job = calls.get(world.context, "/job", "get-job", job_id="job")
+    world.run(exchange(world.context, about_job), [say.reply({}, 404), say.reply({})])
+    with pytest.raises(errors.NotFoundError):
+        world.run(exchange(world.context, about_job), [say.reply({}, 404)])
 
 
 def test_404_of_a_fresh_id_ends_with_its_freshness(world: Any, say: Any) -> None:
