@@ -34,6 +34,8 @@ TRAINING = {
     },
 }
 SAMPLING = {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": 128, "n_gpus": 1}}
+# Wants more GPUs than there are: a job that stays pending, for tests of which the model would be a waste.
+PARKED = {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": 128, "n_gpus": 100_000}}
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def job_id(task_run, service_connection, client):
 
 def create(conn_id: str, sub_jobs=None, **arguments):
     return CortexTrainingCreateJobOperator(
-        task_id="create", conn_id=conn_id, sub_jobs=copy.deepcopy(sub_jobs or [SAMPLING]), **arguments
+        task_id="create", conn_id=conn_id, sub_jobs=copy.deepcopy(sub_jobs or [PARKED]), **arguments
     )
 
 
@@ -183,7 +185,7 @@ class TestWaitForRunning:
     ) -> None:
         service = start_local_service(placing_seconds=2)
         conn_id = connection("slow", host=service.base_url, database=service.database, schema=service.schema)
-        job_id = task_run("create").execute(create(conn_id))
+        job_id = task_run("create").execute(create(conn_id, [SAMPLING]))
         run = task_run("wait")
         sensor = CortexTrainingWaitForRunningSensor(
             task_id="wait", conn_id=conn_id, job_id=job_id, deferrable=True, inline_s=0.1
