@@ -53,7 +53,9 @@ def build_app(service: Service) -> ASGIApp:
         route(job + "/checkpoints/{checkpoint_id}:export", "POST", calls.export_checkpoint),
         route(job + "/checkpoints/{checkpoint_id}", "DELETE", calls.delete_checkpoint),
         route(job + "/forward-backward", "POST", calls.forward_backward),
+        route(job + "/forward", "POST", calls.forward),
         route(job + "/generate", "POST", calls.generate),
+        route(job + "/generate-stream", "POST", calls.generate_stream),
         route(job + "/step", "POST", calls.step),
         route(job + "/save", "POST", calls.save),
         route(job + "/load", "POST", calls.load),
@@ -101,7 +103,7 @@ class Calls:
         return _Json(self._service.list_jobs(*_scope_of(request), request.query_params.get("status")))
 
     async def get_job(self, request: Request) -> Response:
-        return _Json(self._job(request).describe())
+        return _Json(self._service.describe(self._job(request)))
 
     async def cancel_job(self, request: Request) -> Response:
         return _Json(self._service.cancel_job(self._job(request)))
@@ -132,7 +134,15 @@ class Calls:
 
     async def generate(self, request: Request) -> Response:
         job = self._job(request)
-        return _Json(await self._service.data_plane.generate(job, await self._frame_body(request)))
+        return _Json(await self._service.generation.generate(job, await self._frame_body(request)))
+
+    async def generate_stream(self, request: Request) -> Response:
+        job = self._job(request)
+        return _Json(await self._service.generation.generate_stream(job, await self._frame_body(request)))
+
+    async def forward(self, request: Request) -> Response:
+        job = self._job(request)
+        return _Json(await self._service.data_plane.forward(job, None, await self._frame_body(request)))
 
     async def step(self, request: Request) -> Response:
         job = self._job(request)

@@ -29,6 +29,16 @@ class Assumptions:
     """Whether a save's result names `checkpoint_id`, or only the stage path that holds it."""
     ended_job_polls: Literal["refused", "served"] = "refused"
     """Polling a request of a job that is not running."""
+    state_names: Literal["plain", "enum"] = "plain"
+    """`running`, or `JOB_STATE_RUNNING` and `REQUEST_STATE_RUNNING`."""
+    unlisted_states: Literal["named", "numbered"] = "named"
+    """`cancelling`, which the reference does not list, by its name, or as the number of an unknown enum value."""
+    config_numbers: Literal["as_sent", "floats"] = "as_sent"
+    """Whole numbers in a job's sub-jobs: as they were sent, or as 2048.0."""
+    zero_fields: Literal["present", "omitted"] = "present"
+    """Fields that are false, zero or empty, which a gateway may leave out of its JSON."""
+    submitter: Literal["named", "absent"] = "named"
+    """`submitted_by` and `owner_role` of jobs."""
 
     def with_choices(self, choices: Sequence[str]) -> Assumptions:
         """Apply ``question=answer`` texts. Raises ValueError naming the question or the answers it has."""

@@ -36,7 +36,7 @@ class Capacity:
         total = self.total * len(chosen)
         in_use = sum(self.total - self.free(one) for one in chosen)
         return {
-            "has_reservation": True,
+            "has_reservation": total > 0,
             "max_total_gpus": total,
             "reserved_gpus": total,
             "in_use_gpus": in_use,

@@ -1,20 +1,18 @@
-"""forward-backward, step, save, load and generate: the calls that run in a job's sub-jobs."""
+"""forward-backward, forward, step, save and load: the calls that a model being trained answers."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cortex_training import wire
 from cortex_training.local.checkpoints import Checkpoint, CheckpointStore, new_checkpoint_id
 from cortex_training.local.chunks import Chunk
-from cortex_training.local.generation_request import read_generation_request
 from cortex_training.local.jobs import Job, SubJob
-from cortex_training.local.operations import Operations, Outcome, finite
+from cortex_training.local.memory import memory
+from cortex_training.local.operations import Operations, Outcome, decode_frame, finite
 from cortex_training.local.refusals import Refusal, bad_field
 from cortex_training.local.requests import Delivery, Execution
 from cortex_training.local.tuning import number
@@ -35,9 +33,12 @@ class DataPlane:
         sub_job = _training(job)
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(_decode, frame, chunk)
+            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk)
             job.require_running("forward-backward")
-            execution = _execution("forward-backward", job, sub_job, delivery, chunk, sha256)
+            group_id = chunk.group_id if chunk is not None else None
+            execution = Execution(
+                "forward-backward", job.job_id, sub_job.sub_job_id, delivery, group_id, frame_sha256=sha256
+            )
             engine = sub_job.engine
 
             def work() -> Outcome:
@@ -48,11 +49,33 @@ class DataPlane:
                     "metrics": loss.metrics,
                     "post_process_outputs": {},
                 }
-                return Outcome(result, {"loss": loss.avg_loss, "global_steps": engine.global_steps})
+                record = {"loss": loss.avg_loss, "global_steps": engine.global_steps}
+                return Outcome(result, record, self._memory_event(sub_job, "fwd_bwd_end"))
 
             return execution, self._operations.submit(job, sub_job, execution, work)
 
         return await self._operations.submit_framed(job, sub_job, body, start)
+
+    async def forward(self, job: Job, sub_job: SubJob | None, body: bytes) -> dict[str, Any]:
+        """Measure a batch in a training or log_probability sub-job. A frame, whole or in chunks."""
+        job.require_running("forward")
+        target = sub_job or job.first_of("training") or job.first_of("log_probability")
+        if target is None or target.spec.kind == "sampling":
+            raise Refusal(400, f"forward: job {job.job_id} names no training or log_probability sub-job")
+        engine, name = target.engine, target.sub_job_id
+
+        async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
+            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk)
+            job.require_running("forward")
+            execution = Execution("forward", job.job_id, name, delivery, frame_sha256=sha256)
+
+            def work() -> Outcome:
+                measured = engine.forward(value)
+                return Outcome({"job_id": job.job_id, **measured}, {"loss": measured["avg_loss"]})
+
+            return execution, self._operations.submit(job, target, execution, work)
+
+        return await self._operations.submit_framed(job, target, body, start)
 
     def step(self, job: Job, body: dict[str, Any]) -> dict[str, Any]:
         job.require_running("step")
@@ -65,9 +88,10 @@ class DataPlane:
 
         def work() -> Outcome:
             result = engine.step(learning_rate)
-            return Outcome(result, {"global_steps": result["global_steps"], "loss": engine.last_loss})
+            record = {"global_steps": result["global_steps"], "loss": engine.last_loss}
+            return Outcome(result, record, self._memory_event(sub_job, "step_end"))
 
-        return self._operations.submit(job, sub_job, _execution("step", job, sub_job), work)
+        return self._operations.submit(job, sub_job, Execution("step", job.job_id, sub_job.sub_job_id), work)
 
     def save(self, job: Job, body: dict[str, Any]) -> dict[str, Any]:
         """A `checkpoint_id` in the body has no effect, as on the service: the result's counts."""
@@ -99,7 +123,7 @@ class DataPlane:
             record = {"global_steps": steps, "loss": engine.last_loss, "checkpoint_id": saved.checkpoint_id}
             return Outcome(self._save_result(saved), record, then=lambda: self._checkpoints.add(saved))
 
-        return self._operations.submit(job, sub_job, _execution("save", job, sub_job), work)
+        return self._operations.submit(job, sub_job, Execution("save", job.job_id, sub_job.sub_job_id), work)
 
     def load(self, job: Job, body: dict[str, Any]) -> dict[str, Any]:
         job.require_running("load")
@@ -131,40 +155,14 @@ class DataPlane:
             }
             return Outcome(result, {"global_steps": engine.global_steps, "checkpoint_id": checkpoint.checkpoint_id})
 
-        return self._operations.submit(job, sub_job, _execution("load", job, sub_job), work)
+        return self._operations.submit(job, sub_job, Execution("load", job.job_id, sub_job.sub_job_id), work)
 
-    async def generate(self, job: Job, body: bytes) -> dict[str, Any]:
-        """Takes a DSSST1 frame, whole or in chunks, or the same object as JSON."""
-        job.require_running("generate")
-        sub_job = job.first_of("sampling")
-        if sub_job is None:
-            raise Refusal(400, f"job {job.job_id} has no sampling sub-job")
-
-        async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(_decode, frame, chunk)
-            return self._submit_generate(
-                job, sub_job, value, _execution("generate", job, sub_job, delivery, chunk, sha256)
-            )
-
-        if is_json_object(body):
-            value = await asyncio.to_thread(_decode_json, body)
-            return self._submit_generate(job, sub_job, value, _execution("generate", job, sub_job))[1]
-        return await self._operations.submit_framed(job, sub_job, body, start)
-
-    def _submit_generate(
-        self, job: Job, sub_job: SubJob, value: object, execution: Execution
-    ) -> tuple[Execution, dict[str, Any]]:
-        prompts = read_generation_request(value)
-        job.require_running("generate")
-        engine = sub_job.engine
-
-        def work() -> Outcome:
-            results = engine.generate(prompts, execution.stop.is_set)
-            if execution.delivery.framed:
-                results = [engine.as_tensors(result) for result in results]
-            return Outcome({"job_id": job.job_id, "results": results}, {"prompts": len(prompts)})
-
-        return execution, self._operations.submit(job, sub_job, execution, work)
+    def _memory_event(self, sub_job: SubJob, event: str) -> Callable[[], None] | None:
+        """What writes an allocator event into the sub-job's log, when the job asked for such events."""
+        if not sub_job.spec.block.get("training_memory_telemetry"):
+            return None
+        held = memory()
+        return lambda: sub_job.log.add(f"memory after {event}", event=event, memory=held)
 
     def _save_result(self, saved: Checkpoint) -> dict[str, Any]:
         tag = f"global_step{saved.global_steps}"
@@ -196,44 +194,11 @@ def refuse_other_size(checkpoint: Checkpoint, sub_job: SubJob) -> None:
         )
 
 
-def is_json_object(body: bytes) -> bool:
-    """Tell JSON from a frame, whose first eight bytes are a length and whose header begins after them."""
-    return body[:64].lstrip()[:1] == b"{" and body[8:9] != b"{"
-
-
-def _decode_json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
-
-
-def _decode(frame: bytes, chunk: Chunk | None) -> tuple[Any, str]:
-    """The frame's value with torch tensors, and its SHA-256. In a thread; torch is loaded, because the job runs."""
-    sha256 = chunk.logical_sha256 if chunk is not None else hashlib.sha256(frame).hexdigest()
-    try:
-        return wire.loads(frame, framework="torch"), sha256
-    except wire.WireError as error:
-        raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
-
-
 def _training(job: Job) -> SubJob:
     sub_job = job.first_of("training")
     if sub_job is None:
         raise Refusal(400, f"job {job.job_id} has no training sub-job")
     return sub_job
-
-
-def _execution(
-    operation: str,
-    job: Job,
-    sub_job: SubJob,
-    delivery: Delivery | None = None,
-    chunk: Chunk | None = None,
-    sha256: str | None = None,
-) -> Execution:
-    group_id = chunk.group_id if chunk is not None else None
-    return Execution(operation, job.job_id, sub_job.sub_job_id, delivery or Delivery(), group_id, sha256)
 
 
 def _known_keys(body: dict[str, Any], *known: str) -> None:

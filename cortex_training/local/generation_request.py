@@ -11,7 +11,7 @@ MAX_PROMPTS = 4096
 _DEFAULT_MAX_TOKENS = 16
 _KNOWN = {
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "logprobs", "n", "dss_sample_id",
+    "logprobs", "n", "dss_sample_id", "dss_stop_token_sequences",
 }  # fmt: skip
 
 
@@ -29,8 +29,12 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the sample; they are not part of its text."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that end the sample (`dss_stop_token_sequences`); they are part of its tokens."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    sample_id: str | None = None
+    """The caller's name for the sample (`dss_sample_id`), by which router replay would find it."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,9 @@ def _read_params(where: str, value: object) -> SamplingParams:
         isinstance(one, int) and not isinstance(one, bool) for one in stop_ids
     ):
         raise bad_field(f"{where}.stop_token_ids", stop_ids, "must be a list of token ids")
+    sample_id = value.get("dss_sample_id")
+    if sample_id is not None and not isinstance(sample_id, str):
+        raise bad_field(f"{where}.dss_sample_id", sample_id, "must be a text or null")
     seed = value.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise bad_field(f"{where}.seed", seed, "must be a whole number or null")
@@ -125,7 +132,20 @@ def _read_params(where: str, value: object) -> SamplingParams:
         stop=tuple(stop),
         stop_token_ids=tuple(stop_ids),
         ignore_eos=bool(value.get("ignore_eos", False)),
+        stop_sequences=_token_sequences(f"{where}.dss_stop_token_sequences", value.get("dss_stop_token_sequences")),
+        sample_id=sample_id,
     )
+
+
+def _token_sequences(where: str, value: object) -> tuple[tuple[int, ...], ...]:
+    sequences = [] if value is None else value
+    if not isinstance(sequences, list | tuple):
+        raise bad_field(where, sequences, "must be a list of lists of token ids")
+    for sequence in sequences:
+        whole = isinstance(sequence, list | tuple) and sequence
+        if not whole or not all(isinstance(one, int) and not isinstance(one, bool) for one in sequence):
+            raise bad_field(where, sequence, "must be lists of token ids, none empty")
+    return tuple(tuple(sequence) for sequence in sequences)
 
 
 def _integer(name: str, value: object, default: int, least: int) -> int:

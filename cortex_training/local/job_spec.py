@@ -52,6 +52,8 @@ class SubJobSpec:
     dtype: str
     seed: int
     n_gpus: int
+    multiplex_job_id: str | None
+    """A sub-job of another job whose GPUs this one shares."""
     max_seq_len: int
     block: Mapping[str, Any]
     """`training_config` or `inference_config` as it was sent."""
@@ -83,7 +85,8 @@ class JobSpec:
 
     @property
     def n_gpus(self) -> int:
-        return sum(sub_job.n_gpus for sub_job in self.sub_jobs)
+        """What the job has to be given; a multiplexed sub-job brings none of its own."""
+        return sum(sub_job.n_gpus for sub_job in self.sub_jobs if sub_job.multiplex_job_id is None)
 
 
 def read_job_spec(body: object) -> JobSpec:
@@ -164,7 +167,8 @@ def _read_sub_job(where: str, config: object, before: list[SubJobSpec]) -> SubJo
         model_name=model_name.strip(),
         dtype=DTYPES[dtype.removeprefix("torch.")],
         seed=0 if seed is None else whole_number(f"{where}.seed", seed, 0),
-        n_gpus=whole_number(f"{where}.{block_name}.n_gpus", block.get("n_gpus"), 1),
+        n_gpus=_parallel_gpus(f"{where}.{block_name}", block),
+        multiplex_job_id=_multiplexed(f"{where}.{block_name}.multiplex_job_id", block.get("multiplex_job_id")),
         max_seq_len=whole_number(f"{where}.{block_name}.max_seq_len", block.get("max_seq_len"), 1),
         block=block,
         optimizer=optimizer,
@@ -173,6 +177,30 @@ def _read_sub_job(where: str, config: object, before: list[SubJobSpec]) -> SubJo
         source=_read_source(f"{where}.source_checkpoint_info", config.get("source_checkpoint_info")),
         wire=config,
     )
+
+
+def _parallel_gpus(where: str, block: Mapping[str, Any]) -> int:
+    """The number of GPUs, checked against what divides them and what runs on them."""
+    n_gpus = whole_number(f"{where}.n_gpus", block.get("n_gpus"), 1)
+    for name in ("sp_size", "ep_size"):
+        size = whole_number(f"{where}.{name}", block.get(name, 1), 1)
+        if n_gpus % size:
+            raise bad_field(f"{where}.{name}", size, f"must divide n_gpus, which is {n_gpus}")
+    activation = block.get("ac_config")
+    if isinstance(activation, dict):
+        offload = activation.get("offload_config")
+        if isinstance(offload, dict) and offload.get("enabled") and activation.get("mode") != "full":
+            raise bad_field(f"{where}.ac_config.mode", activation.get("mode"), 'activation offload needs "full"')
+    return n_gpus
+
+
+def _multiplexed(where: str, value: object) -> str | None:
+    if value is None:
+        return None
+    parts = value.split(":") if isinstance(value, str) else []
+    if len(parts) != 3 or not parts[0] or parts[1] not in ID_SEGMENT.values() or not parts[2].isdigit():
+        raise bad_field(where, value, "must be a complete sub-job id: {job_id}:{sub_job_type}:{index}")
+    return str(value)
 
 
 def _read_source(where: str, info: object) -> CheckpointSource | None:

@@ -25,6 +25,8 @@ class SubJob:
     model: ModelChoice
     chunk_groups: ChunkGroups = field(default_factory=ChunkGroups)
     log: SubJobLog = field(default_factory=SubJobLog)
+    sample_ids: set[str] = field(default_factory=set)
+    """Samples whose routing a router replay could still ask for."""
     engine: Any = None
     """A TrainingEngine or SamplingEngine, while the job runs."""
     worker: ThreadPoolExecutor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -154,6 +155,8 @@ class Operations:
                 _log.exception("%s of job %s failed", execution.operation, job.job_id)
             execution.move_to(RequestState.FAILED, error=str(error) if expected else f"{type(error).__name__}: {error}")
         finally:
+            # The futures hold what was computed, and would as long as the job remembers its requests.
+            execution.drop_from_queue = lambda: False
             self._tell(job, execution, told)
             self._lifecycle.finished_one(job)
 
@@ -178,6 +181,17 @@ class Operations:
             message = " ".join(filter(None, [execution.operation, str(execution.state), told, execution.error]))
             level = "ERROR" if execution.state == RequestState.FAILED else "INFO"
             sub_job.log.add(message, level=level, request_id=execution.execution_id)
+
+
+def decode_frame(frame: bytes, chunk: Chunk | None) -> tuple[Any, str]:
+    """The frame's value with torch tensors, and its SHA-256. Raises Refusal (400). For a thread; a job runs, so that
+    torch is loaded.
+    """
+    sha256 = chunk.logical_sha256 if chunk is not None else hashlib.sha256(frame).hexdigest()
+    try:
+        return wire.loads(frame, framework="torch"), sha256
+    except wire.WireError as error:
+        raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
 
 
 def worker_of(sub_job: SubJob) -> ThreadPoolExecutor:

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -39,7 +40,7 @@ class Execution:
     operation: str
     job_id: str
     sub_job_id: str
-    delivery: Delivery
+    delivery: Delivery = field(default_factory=Delivery)
     chunk_group_id: str | None = None
     frame_sha256: str | None = None
     execution_id: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -48,6 +49,9 @@ class Execution:
     """What a poll's `result` is, once done."""
     result_chunks: list[bytes] = field(default_factory=list, repr=False)
     """Chunk frames instead of `result`, when it is large."""
+    streaming: bool = False
+    events: deque[dict[str, Any]] = field(default_factory=deque, repr=False)
+    """What a streaming request has to tell; what a poll took is gone."""
     error: str = ""
     updated_at: float = field(default_factory=time.time)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -73,21 +77,35 @@ class Request:
 
     def page(self, cursor: str | None, max_events: str | None) -> dict[str, Any]:
         """The body of a poll. Raises Refusal (400) for a cursor or a count that cannot be."""
-        count = _read_count("max_events", max_events, DEFAULT_EVENTS, least=1)
+        count = min(_read_count("max_events", max_events, DEFAULT_EVENTS, least=1), MAX_EVENTS)
+        if self.execution.streaming:
+            return self._stream_page(count)
         chunks = self.execution.result_chunks
         first = _read_count("cursor", cursor, 0, least=0)
         if first > len(chunks):
             raise bad_field("cursor", cursor, f"is not a cursor of this request, which has {len(chunks)} result chunks")
-        last = min(first + min(count, MAX_EVENTS), len(chunks))
+        last = min(first + count, len(chunks))
+        events = [_chunk_event(chunk) for chunk in chunks[first:last]]
+        return self._page(self.execution.state, events, str(last) if last < len(chunks) else "")
+
+    def _stream_page(self, count: int) -> dict[str, Any]:
+        waiting = self.execution.events
+        events = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+        going_on = self.execution.state == RequestState.RUNNING or (
+            self.execution.state == RequestState.DONE and waiting
+        )
+        return self._page(RequestState.STREAMING if going_on else self.execution.state, events, "")
+
+    def _page(self, state: RequestState, events: list[dict[str, Any]], next_cursor: str) -> dict[str, Any]:
         return {
             "request_id": self.request_id,
-            "status": str(self.execution.state),
+            "status": str(state),
             "created_at": timestamp(self.created_at),
             "updated_at": timestamp(self.execution.updated_at),
             "result": self.execution.result,
             "error": self.execution.error,
-            "events": [_chunk_event(chunk) for chunk in chunks[first:last]],
-            "next_cursor": str(last) if last < len(chunks) else "",
+            "events": events,
+            "next_cursor": next_cursor,
         }
 
 

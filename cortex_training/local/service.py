@@ -10,6 +10,7 @@ from cortex_training.local.capacity import HARDWARE
 from cortex_training.local.checkpoints import CheckpointStore, ExportLinks
 from cortex_training.local.data_plane import DataPlane, refuse_other_size
 from cortex_training.local.execution_log import ExecutionLog
+from cortex_training.local.generation import Generation
 from cortex_training.local.generic_operation import GenericOperation
 from cortex_training.local.job_spec import SubJobSpec, read_job_spec
 from cortex_training.local.jobs import Job, SubJob
@@ -19,6 +20,7 @@ from cortex_training.local.operations import Operations
 from cortex_training.local.refusals import Refusal, bad_field, job_not_running, not_found
 from cortex_training.local.requests import refuse_unknown
 from cortex_training.local.settings import ServiceSettings
+from cortex_training.local.spelling import Spelling
 from cortex_training.states import JobState, job_state
 
 _DEFAULT_EXPERIMENT = "CORTEX_TRAINING"
@@ -30,12 +32,14 @@ class Service:
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self.checkpoints = CheckpointStore(settings.data_dir)
+        self.spelling = Spelling(settings.assumptions)
         self.export_links = ExportLinks(settings.export_link_s)
         self._execution_log = ExecutionLog(settings.execution_log)
         self._lifecycle = LifeCycle(settings, self.checkpoints)
         operations = Operations(settings, self._lifecycle, self._execution_log)
         self.data_plane = DataPlane(operations, self.checkpoints)
-        self.generic_operation = GenericOperation(operations)
+        self.generation = Generation(operations)
+        self.generic_operation = GenericOperation(operations, self.data_plane)
 
     def start(self) -> None:
         self._lifecycle.start_watching()
@@ -62,6 +66,9 @@ class Service:
             raise not_found("job", job_id)
         return job
 
+    def describe(self, job: Job) -> dict[str, Any]:
+        return self.spelling.job(job.describe())
+
     def list_jobs(self, database: str, schema: str, status: str | None) -> dict[str, Any]:
         wanted = job_state(status) if status else None
         mine = [
@@ -69,7 +76,7 @@ class Service:
             for job in self._lifecycle.jobs.values()
             if (job.database.upper(), job.schema.upper()) == (database.upper(), schema.upper())
         ]
-        return {"jobs": [job.describe() for job in mine if wanted is None or job.state == wanted]}
+        return {"jobs": [self.describe(job) for job in mine if wanted is None or job.state == wanted]}
 
     def cancel_job(self, job: Job) -> dict[str, Any]:
         self._lifecycle.cancel(job)
@@ -78,7 +85,7 @@ class Service:
     def capacity(self, hardware: str | None) -> dict[str, Any]:
         if hardware is not None and hardware not in HARDWARE:
             raise bad_field("hardware", hardware, f"must be one of {', '.join(HARDWARE)}")
-        return self._lifecycle.capacity.report(hardware, self._lifecycle.waiting_gpus())
+        return self.spelling.capacity(self._lifecycle.capacity.report(hardware, self._lifecycle.waiting_gpus()))
 
     def experiment_run(self, job: Job) -> dict[str, Any]:
         name = (job.spec.experiment_name or _DEFAULT_EXPERIMENT).upper()
@@ -91,7 +98,7 @@ class Service:
         request = job.requests.get(request_id)
         if request is None:
             raise refuse_unknown(request_id, job.job_id)
-        return request.page(cursor, max_events)
+        return self.spelling.poll(request.page(cursor, max_events))
 
     async def delete_checkpoint(self, job_id: str, checkpoint_id: str) -> None:
         await asyncio.to_thread(self.checkpoints.delete, job_id, checkpoint_id)
@@ -103,6 +110,8 @@ class Service:
             refusal.message = f"sub_job_configs.{position}.{refusal.message}"
             raise
         _refuse_longer_than_window(position, spec, model)
+        if spec.multiplex_job_id is not None and spec.multiplex_job_id.startswith(f"{job_id}:"):
+            raise Refusal(400, f"sub_job_configs.{position}: multiplex_job_id names a sub-job of the job being created")
         sub_job = SubJob(spec, spec.id_in(job_id), model)
         if spec.source is not None:
             self._check_source(position, sub_job)

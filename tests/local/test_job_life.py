@@ -292,3 +292,21 @@ def test_operations_are_routed_by_hints(caller: Caller, hints: dict[str, str], s
     filled = {name: value.format(job=job.job_id) for name, value in hints.items()}
     reply = job.operation("reset-prefix-cache", {"drain": True, "timeout_s": 30, "retry_interval_s": 0.1}, **filled)
     assert reply.status_code == status, reply.text
+
+
+def test_memory_is_reported_when_asked_for(caller: Caller) -> None:
+    job = caller.running(training(config={"step_peak_memory_log": True, "training_memory_telemetry": True}))
+    job.forward_backward(masked_frame(token_batch()))
+    peak = job.step()["peak_memory"]
+    assert peak["gpu_peak"] > 100_000_000
+    assert peak["cpu_peak"] > 100_000_000
+    events = [entry.get("event") for entry in job.operation("tail-logs", {}).json()["entries"]]
+    assert [event for event in events if event] == ["fwd_bwd_end", "step_end"]
+    assert "peak_memory" not in caller.running().step()
+
+
+def test_a_multiplexed_sub_job_brings_no_gpus(start_local_service: ServiceFactory) -> None:
+    caller = Caller(start_local_service(gpus=2).url)
+    first = caller.running(training(config={"n_gpus": 2}))
+    shared = caller.running(sampling(config={"n_gpus": 2, "multiplex_job_id": f"{first.job_id}:training:0"}))
+    assert shared.describe()["status"] == "running"

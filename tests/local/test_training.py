@@ -195,7 +195,7 @@ def test_a_failed_batch_leaves_no_gradient(caller: Caller) -> None:
 def test_a_batch_whose_logits_do_not_fit_is_taken_in_parts() -> None:
     """Rows in several groups give the same loss and gradient as all rows at once."""
     from cortex_training.local.assumptions import Assumptions
-    from cortex_training.local.engine import training as engine_module
+    from cortex_training.local.engine import scoring
     from cortex_training.local.engine.training import TrainingEngine
     from cortex_training.local.job_spec import read_job_spec
     from cortex_training.local.models import model_folder
@@ -206,7 +206,7 @@ def test_a_batch_whose_logits_do_not_fit_is_taken_in_parts() -> None:
     parts = TrainingEngine(spec, model_folder("tiny"), Assumptions())
     expected = whole.forward_backward(frame)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "_LOGITS_AT_ONCE", 2 * 32 * 512)
+        patch.setattr(scoring, "_LOGITS_AT_ONCE", 2 * 32 * 512)
         measured = parts.forward_backward(frame)
     assert measured.avg_loss == pytest.approx(expected.avg_loss, rel=1e-6)
     assert parts.step(None)["metrics"]["grad_norm"] == pytest.approx(whole.step(None)["metrics"]["grad_norm"], rel=1e-4)

@@ -17,6 +17,8 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cortex_training.local.engine.attention import attention_for
+from cortex_training.local.engine.batch import Batch
 from cortex_training.local.engine.randomness import RandomStream
 from cortex_training.local.tuning import LoraSettings
 
@@ -52,6 +54,15 @@ class LanguageModel:
         return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in self.module.modules()) or any(
             float(getattr(self.module.config, name, 0.0) or 0.0) > 0 for name in ("attention_dropout", "hidden_dropout")
         )
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """[batch, sequence, vocabulary], in the model's dtype."""
+        mask = attention_for(batch.attention_mask, batch.position_ids, self.module.dtype)
+        output = self.module(
+            input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.position_ids, use_cache=False
+        )
+        logits: torch.Tensor = output.logits
+        return logits
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}

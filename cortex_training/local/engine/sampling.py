@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from cortex_training.local.engine.batch import read_batch
 from cortex_training.local.engine.checkpoint_files import read_weights
 from cortex_training.local.engine.language_model import LanguageModel, Weights, load_language_model
 from cortex_training.local.engine.randomness import RandomStream
+from cortex_training.local.engine.scoring import score
 from cortex_training.local.generation_request import Prompt, SamplingParams
 from cortex_training.local.job_spec import SubJobSpec
 from cortex_training.local.requests import CancelledWhileRunning
@@ -27,6 +29,8 @@ _TOKENS_AT_ONCE = 16 * 1024
 class Sample:
     """One continuation, as it grows."""
 
+    index: int
+    """Its prompt's place in the call."""
     prompt_ids: list[int]
     params: SamplingParams
     limit: int
@@ -36,6 +40,15 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": len(self.prompt_ids),
+        }
 
 
 class SamplingEngine:
@@ -71,27 +84,47 @@ class SamplingEngine:
             raise ValueError("the checkpoint holds an adapter alone; sampling starts from a weights-only checkpoint")
         self._model.set_full_weights(weights)
 
-    @torch.inference_mode()
+    def forward(self, frame: object) -> dict[str, Any]:
+        """Measure a batch, as a log_probability sub-job does."""
+        return score(
+            self._model, read_batch(frame, vocabulary=self._model.vocabulary, max_seq_len=self._spec.max_seq_len)
+        )
+
     def generate(self, prompts: Sequence[Prompt], stopped: Callable[[], bool]) -> list[dict[str, Any]]:
         """Continue each prompt; `stopped` is asked before every token.
 
         Raises ValueError when a prompt leaves no room in the window, naming its index; CancelledWhileRunning when told
         to stop.
         """
+        results: dict[int, dict[str, Any]] = {}
+
+        def refuse(_: int, problem: str) -> None:
+            raise ValueError(problem)
+
+        self.sample(prompts, stopped, results.__setitem__, refuse)
+        return [results[index] for index in range(len(prompts))]
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        stopped: Callable[[], bool],
+        finished: Callable[[int, dict[str, Any]], None],
+        refused: Callable[[int, str], None],
+    ) -> None:
+        """Continue each prompt and hand over each result as soon as it is there, with the prompt's index.
+
+        A prompt that leaves no room in the window is `refused`, the others go on. Raises CancelledWhileRunning.
+        """
         self._calls += 1
-        samples = [self._begin(index, prompt) for index, prompt in enumerate(prompts)]
+        samples = []
+        for index, prompt in enumerate(prompts):
+            try:
+                samples.append(self._begin(index, prompt))
+            except ValueError as error:
+                refused(index, str(error))
         for batch in _batches(samples):
-            self._continue(batch, stopped)
-        return [
-            {
-                "text": sample.text,
-                "token_ids": sample.token_ids,
-                "logprobs": sample.logprobs,
-                "finish_reason": sample.finish_reason,
-                "prompt_tokens": len(sample.prompt_ids),
-            }
-            for sample in samples
-        ]
+            self._continue(batch, stopped, finished)
 
     @staticmethod
     def as_tensors(result: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +150,11 @@ class SamplingEngine:
         origin = f"{self._spec.seed}/{self._calls}/{index}" if seed is None else f"{seed}"
         digest = hashlib.sha256(origin.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return Sample(ids, prompt.params, min(prompt.params.max_tokens, window - len(ids)), generator)
+        return Sample(index, ids, prompt.params, min(prompt.params.max_tokens, window - len(ids)), generator)
 
-    def _continue(self, samples: list[Sample], stopped: Callable[[], bool]) -> None:
+    def _continue(
+        self, samples: list[Sample], stopped: Callable[[], bool], finished: Callable[[int, dict[str, Any]], None]
+    ) -> None:
         """Sample a batch to its end: prompts padded on the left, then one column of tokens at a time."""
         longest = max(len(sample.prompt_ids) for sample in samples)
         ids = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -145,6 +180,8 @@ class SamplingEngine:
             logits = output.logits[:, -1].float()
             for row, sample in enumerate(running):
                 self._extend(sample, logits[row])
+                if sample.finish_reason is not None:
+                    finished(sample.index, sample.result())
             kept = [row for row, sample in enumerate(running) if sample.finish_reason is None]
             if len(kept) < len(running):
                 running = [running[row] for row in kept]
@@ -171,6 +208,10 @@ class SamplingEngine:
             sample.finish_reason = "stop"
             sample.text = self._text(sample.token_ids[:-1])
             return
+        for sequence in params.stop_sequences:
+            if tuple(sample.token_ids[-len(sequence) :]) == sequence:
+                sample.finish_reason, sample.text = "stop", self._text(sample.token_ids[: -len(sequence)])
+                return
         if params.stop:
             text = self._text(sample.token_ids)
             cut = min((text.find(stop) for stop in params.stop if stop in text), default=None)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from cortex_training.local.assumptions import Assumptions
-from cortex_training.local.engine.attention import attention_for
 from cortex_training.local.engine.batch import Batch, read_batch
 from cortex_training.local.engine.checkpoint_files import (
     TrainingState,
@@ -22,17 +21,16 @@ from cortex_training.local.engine.checkpoint_files import (
     write_training_state,
 )
 from cortex_training.local.engine.language_model import LanguageModel, Weights, load_language_model
-from cortex_training.local.engine.losses import loss_named, token_log_probabilities
+from cortex_training.local.engine.losses import Loss, loss_of
 from cortex_training.local.engine.optimizer import Optimizer
 from cortex_training.local.engine.randomness import RandomStream
+from cortex_training.local.engine.scoring import in_parts, score
 from cortex_training.local.job_spec import SubJobSpec
-
-_LOGITS_AT_ONCE = 64 * 1024 * 1024
-"""Most logits in memory at a time (256 MiB as float32): a larger batch goes through a few rows at a time."""
+from cortex_training.local.memory import memory
 
 
 @dataclass(frozen=True)
-class Loss:
+class Measured:
     """What one forward-backward measured."""
 
     avg_loss: float
@@ -62,25 +60,39 @@ class TrainingEngine:
         """Mean loss of the last forward-backward, None before the first."""
         return self._last_loss
 
-    def forward_backward(self, frame: object) -> Loss:
+    def forward_backward(self, frame: object) -> Measured:
         """Add the gradient of the batch's mean loss to those there are. Raises ValueError, having changed nothing."""
         batch = read_batch(frame, vocabulary=self._model.vocabulary, max_seq_len=self._spec.max_seq_len)
         if self._accumulated and self._assumptions.accumulation == "refuse":
             raise ValueError("a forward-backward is already accumulated; send a step first")
+        loss = loss_of(batch)
         before = self._take_gradients()
         try:
-            total = self._backward(batch)
+            mean = self._backward(batch, loss)
         except BaseException:
             self._put_gradients(before)
             raise
         self._add_gradients(before)
         self._accumulated += 1
-        weight = float(batch.weights.sum())
-        self._last_loss = total / weight
-        return Loss(
-            self._last_loss,
-            {"loss": self._last_loss, "loss_tokens": weight, "sequences": batch.rows, "tokens": _tokens(batch)},
+        self._last_loss = mean
+        return Measured(
+            mean,
+            {
+                "loss": mean,
+                "loss_tokens": float(batch.weights.sum()),
+                "sequences": float(batch.rows),
+                "tokens": float(batch.tokens),
+            },
         )
+
+    def forward(self, frame: object) -> dict[str, Any]:
+        """Measure a batch without learning from it: no gradient, no dropout."""
+        batch = read_batch(frame, vocabulary=self._model.vocabulary, max_seq_len=self._spec.max_seq_len)
+        self._model.module.eval()
+        try:
+            return score(self._model, batch)
+        finally:
+            self._model.module.train()
 
     def step(self, learning_rate: float | None) -> dict[str, Any]:
         """Spend the accumulated gradients. A given learning rate stays for the steps after it, as in torch."""
@@ -89,11 +101,14 @@ class TrainingEngine:
         norm = self._optimizer.step(self._spec.gradient_clipping)
         self._accumulated = 0
         self.global_steps += 1
-        return {
+        result: dict[str, Any] = {
             "global_steps": self.global_steps,
             "last_lr": self._optimizer.learning_rate,
             "metrics": {"grad_norm": norm},
         }
+        if self._spec.block.get("step_peak_memory_log"):
+            result["peak_memory"] = memory()
+        return result
 
     def save_resumable(self, folder: Path) -> None:
         """Write what `load` needs to go on bit for bit. Accumulated gradients are not part of it."""
@@ -153,21 +168,14 @@ class TrainingEngine:
             raise ValueError("the training sub-job has no LoRA adapter; create it with training_config.peft_config")
         return self._model.adapter_weights()
 
-    def _backward(self, batch: Batch) -> float:
-        """Leave the gradient of the batch's mean loss in `.grad`, and return the summed loss."""
-        loss_sum = loss_named(batch.loss_fn)
-        weight = batch.weights.sum()
+    def _backward(self, batch: Batch, loss: Loss) -> float:
+        """Leave the gradient of the batch's mean loss in `.grad`, and return that loss."""
         total = 0.0
         with self._random.drawing() if self._model.has_dropout else nullcontext():
-            for part in _in_parts(batch, self._model.vocabulary):
-                mask = attention_for(part.attention_mask, part.position_ids, self._model.module.dtype)
-                logits = self._model.module(
-                    input_ids=part.input_ids, attention_mask=mask, position_ids=part.position_ids, use_cache=False
-                ).logits
-                loss = loss_sum(token_log_probabilities(logits, part.targets), part)
-                mean: Any = loss / weight
+            for rows in in_parts(batch, self._model.vocabulary):
+                mean: Any = loss(self._model.logits(rows), rows, batch)
                 mean.backward()
-                total += float(loss.detach())
+                total += float(mean.detach())
         return total
 
     def _take_gradients(self) -> dict[str, torch.Tensor]:
@@ -187,29 +195,3 @@ class TrainingEngine:
         for name, parameter in self._model.trained_parameters().items():
             if name in gradients:
                 parameter.grad = gradients[name] if parameter.grad is None else gradients[name].add_(parameter.grad)
-
-
-def _in_parts(batch: Batch, vocabulary: int) -> list[Batch]:
-    """The batch in groups of rows whose logits fit in memory."""
-    length = batch.input_ids.shape[1]
-    rows = max(1, _LOGITS_AT_ONCE // (length * vocabulary))
-    if rows >= batch.rows:
-        return [batch]
-    return [_rows_of(batch, slice(first, first + rows)) for first in range(0, batch.rows, rows)]
-
-
-def _rows_of(batch: Batch, rows: slice) -> Batch:
-    return Batch(
-        input_ids=batch.input_ids[rows],
-        attention_mask=None if batch.attention_mask is None else batch.attention_mask[rows],
-        position_ids=None if batch.position_ids is None else batch.position_ids[rows],
-        targets=batch.targets[rows],
-        weights=batch.weights[rows],
-        loss_fn=batch.loss_fn,
-        config=batch.config,
-        context={},
-    )
-
-
-def _tokens(batch: Batch) -> int:
-    return int(batch.attention_mask.sum()) if batch.attention_mask is not None else batch.input_ids.numel()
