@@ -13,6 +13,8 @@ from enum import StrEnum
 from typing import Any
 
 from cortex_training.errors import ConfigurationError
+from cortex_training.optimizer import normalize_optimizer
+from cortex_training.peft import normalize_lora_peft_config
 
 
 class JobType(StrEnum):
@@ -57,8 +59,12 @@ def _mapping(name: str, value: object) -> None:
             raise ConfigurationError.of(name, key, "keys must be strings")
 
 
-def _merged(typed: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {**extra, **typed}
+def _merged(name: str, typed: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    block = {**extra, **typed}
+    if block.get("peft_config") is not None:
+        # Complete, with defaults: a training and a sampling side that mean the same then also say the same.
+        block["peft_config"] = normalize_lora_peft_config(block["peft_config"], location=f"{name}.peft_config")
+    return block
 
 
 def _refuse_prime_rl_conflict(name: str, block: Mapping[str, Any]) -> None:
@@ -101,13 +107,6 @@ class TrainingConfig:
 
     def validate(self) -> None:
         """Raise `ConfigurationError` naming the field, the value and the fix."""
-        _mapping("training_config.optimizer", self.optimizer)
-        if not self.optimizer:
-            raise ConfigurationError.of(
-                "training_config.optimizer",
-                dict(self.optimizer),
-                'must not be empty, e.g. {"name": "AdamW", "lr": 1e-4}',
-            )
         for name in ("max_seq_len", "train_batch_size", "n_gpus"):
             _positive_int(f"training_config.{name}", getattr(self, name))
         _optional_number("training_config.gradient_clipping", self.gradient_clipping)
@@ -120,9 +119,10 @@ class TrainingConfig:
         _refuse_prime_rl_conflict("training_config", self.to_wire())
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON block; fields left at None are left out."""
+        """The JSON block, optimizer and adapter in the service's spelling; fields left at None are left out."""
+        optimizer, clipping = normalize_optimizer(self.optimizer, location="training_config.optimizer")
         typed: dict[str, Any] = {
-            "optimizer": dict(self.optimizer),
+            "optimizer": optimizer,
             "max_seq_len": self.max_seq_len,
             "train_batch_size": self.train_batch_size,
             "n_gpus": self.n_gpus,
@@ -130,7 +130,15 @@ class TrainingConfig:
         for name in ("gradient_clipping", "multiplex_job_id", "load_optimizer_states"):
             if getattr(self, name) is not None:
                 typed[name] = getattr(self, name)
-        return _merged(typed, self.extra)
+        if typed.setdefault("gradient_clipping", clipping) is None:
+            del typed["gradient_clipping"]
+        elif clipping is not None and clipping != typed["gradient_clipping"]:
+            raise ConfigurationError.of(
+                "training_config.gradient_clipping",
+                self.gradient_clipping,
+                f"the optimizer block says {clipping}; say it once",
+            )
+        return _merged("training_config", typed, self.extra)
 
 
 @dataclass
@@ -154,7 +162,7 @@ class InferenceConfig:
         typed: dict[str, Any] = {"max_seq_len": self.max_seq_len, "n_gpus": self.n_gpus}
         if self.multiplex_job_id is not None:
             typed["multiplex_job_id"] = self.multiplex_job_id
-        return _merged(typed, self.extra)
+        return _merged("inference_config", typed, self.extra)
 
 
 @dataclass
@@ -309,7 +317,6 @@ def canonical_job_type(raw: object) -> str:
 
 
 _LORA_FIELDS = ("r", "lora_alpha", "target_modules")
-_LORA_DEFAULTS = {"r": 8, "lora_alpha": 8, "target_modules": None}
 
 
 def check_matching_lora(sub_jobs: Sequence[SubJobConfig]) -> None:
@@ -334,10 +341,10 @@ def check_matching_lora(sub_jobs: Sequence[SubJobConfig]) -> None:
 
 
 def _lora(block: TrainingConfig | InferenceConfig | None) -> dict[str, Any] | None:
-    peft = block.extra.get("peft_config") if block is not None else None
-    if not isinstance(peft, Mapping):
+    peft = block.to_wire().get("peft_config") if block is not None else None
+    if peft is None:
         return None
-    found = {name: peft.get(name, _LORA_DEFAULTS[name]) for name in _LORA_FIELDS}
-    if isinstance(found["target_modules"], list | tuple | set):
-        found["target_modules"] = sorted(map(str, found["target_modules"]))
+    found = {name: peft.get(name) for name in _LORA_FIELDS}
+    if isinstance(found["target_modules"], list):
+        found["target_modules"] = sorted(found["target_modules"])
     return found

@@ -25,6 +25,8 @@ def training_config(**options: Any) -> TrainingConfig:
         ("optimizer", {}),
         ("optimizer", None),
         ("optimizer", {1: 2}),
+        ("optimizer", {"name": "AdamW", "warmup_steps": 5}),
+        ("extra", {"peft_config": {"peft_type": "LORA", "target_modules": ["q_proj"]}}),
         ("max_seq_len", 0),
         ("max_seq_len", "8"),
         ("train_batch_size", -1),
@@ -38,7 +40,10 @@ def training_config(**options: Any) -> TrainingConfig:
     ],
 )
 def test_a_bad_training_field_is_named(field: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"training_config.{field}") as caught:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"training_config\." + ("peft_config" if isinstance(value, dict) and "peft_config" in value else field),
+    ) as caught:
         training_config(**{field: value}).validate()
     assert isinstance(caught.value, ValueError)
 
@@ -60,6 +65,23 @@ def test_the_wire_form_leaves_out_what_is_unset() -> None:
     assert full.to_wire()["load_optimizer_states"] is False
     assert full.to_wire()["gradient_clipping"] == 1.0
     assert full.to_wire()["multiplex_job_id"] == "j:training:0"
+
+
+def test_an_optimizer_in_another_trainers_spelling_is_rewritten() -> None:
+    deepspeed = {"type": "AdamW", "params": {"lr": 1e-4, "beta1": 0.8, "gradient_clipping": 0.5}}
+    wire = training_config(optimizer=deepspeed).to_wire()
+    assert wire["optimizer"] == {"name": "AdamW", "lr": 1e-4, "betas": [0.8, 0.999]}
+    assert wire["gradient_clipping"] == 0.5
+    with pytest.raises(ConfigurationError, match="gradient_clipping"):
+        training_config(optimizer=deepspeed, gradient_clipping=1.0).validate()
+
+
+def test_an_adapter_is_completed() -> None:
+    peft = {"peft_type": "Lora", "target_modules": ["q_proj"]}
+    for block in (training_config(extra={"peft_config": peft}), InferenceConfig(8, 1, extra={"peft_config": peft})):
+        wire = block.to_wire()["peft_config"]
+        assert (wire["r"], wire["lora_alpha"], wire["lora_dropout"], wire["bias"]) == (8, 8, 0.0, "none")
+    assert peft == {"peft_type": "Lora", "target_modules": ["q_proj"]}
 
 
 def test_extra_is_merged_and_never_overrides_a_typed_field() -> None:
