@@ -6,9 +6,13 @@ Anything with `headers()`, `refresh(rejected)` and `can_refresh` is a credential
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -53,16 +57,130 @@ class PatAuth:
         self._pat = _checked_secret("pat", pat)
 
     def headers(self) -> Mapping[str, str]:
-        return {
-            "Authorization": f"Bearer {self._pat}",
-            "X-Snowflake-Authorization-Token-Type": "PROGRAMMATIC_ACCESS_TOKEN",
-        }
+        return _bearer(self._pat, "PROGRAMMATIC_ACCESS_TOKEN")
 
     def refresh(self, rejected: Mapping[str, str]) -> None:
         return None
 
     def __repr__(self) -> str:
         return "PatAuth(***)"
+
+
+class OAuthAuth:
+    """An OAuth access token, or a function that returns the current one and is asked again when it has expired.
+
+    The function may block (it runs in a thread under the async client) and is called by one thread at a time.
+    """
+
+    def __init__(self, token: str | Callable[[], str]) -> None:
+        self._source = token if callable(token) else None
+        self._lock = threading.Lock()
+        self._token = _checked_secret("token", token() if callable(token) else token)
+
+    @property
+    def can_refresh(self) -> bool:
+        return self._source is not None
+
+    def headers(self) -> Mapping[str, str]:
+        return _bearer(self._token, "OAUTH")
+
+    def refresh(self, rejected: Mapping[str, str]) -> None:
+        with self._lock:
+            if self._source is not None and dict(rejected) == dict(self.headers()):
+                self._token = _checked_secret("token", self._source())
+
+    def __repr__(self) -> str:
+        return "OAuthAuth(***)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self._source, "token": self._token}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._source, self._token, self._lock = state["source"], state["token"], threading.Lock()
+
+
+class KeyPairAuth:
+    """A user's RSA key: each token is a JWT signed here, replaced before it expires.
+
+    `account` is the account identifier (``myorg-myaccount``, or a locator, whose region is left out as the service
+    wants it), `private_key` the PEM text of the key, `passphrase` for an encrypted one. Needs the package
+    cryptography, which the Snowflake connector brings.
+    """
+
+    can_refresh = True
+    _LIFETIME_S = 59 * 60
+    """The service accepts at most an hour."""
+    _RENEW_BEFORE_S = 5 * 60
+
+    def __init__(self, account: str, user: str, private_key: str | bytes, passphrase: str | None = None) -> None:
+        for field, value in (("account", account), ("user", user)):
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigurationError.of(field, value, "must be a non-empty string")
+        name = account.strip().upper()
+        self._subject = f"{name.split('.')[0]}.{user.strip().upper()}"
+        self._pem = private_key.encode() if isinstance(private_key, str) else private_key
+        self._passphrase = passphrase
+        self._load_key()
+
+    def _load_key(self) -> None:
+        try:
+            from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+            from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+        except ImportError:
+            raise ConfigurationError("private_key: key-pair authentication needs: pip install cryptography") from None
+        try:
+            key = load_pem_private_key(self._pem, self._passphrase.encode() if self._passphrase else None)
+        except (ValueError, TypeError):
+            # The library's own words may quote the input.
+            raise ConfigurationError("private_key: is not a PEM private key, or the passphrase is wrong") from None
+        if not isinstance(key, RSAPrivateKey):
+            raise ConfigurationError("private_key: must be an RSA key")
+        public = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        digest = base64.b64encode(hashlib.sha256(public).digest()).decode()
+        self._issuer = f"{self._subject}.SHA256:{digest}"
+        self._key = key
+        self._lock = threading.Lock()
+        self._token, self._renew_at = "", 0.0
+
+    def headers(self) -> Mapping[str, str]:
+        with self._lock:
+            if time.time() >= self._renew_at:
+                self._sign()
+            return _bearer(self._token, "KEYPAIR_JWT")
+
+    def refresh(self, rejected: Mapping[str, str]) -> None:
+        with self._lock:
+            if dict(rejected) == _bearer(self._token, "KEYPAIR_JWT"):
+                self._sign()
+
+    def _sign(self) -> None:
+        from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        now = int(time.time())
+        claims = {"iss": self._issuer, "sub": self._subject, "iat": now, "exp": now + self._LIFETIME_S}
+        signed = f"{_base64url({'alg': 'RS256', 'typ': 'JWT'})}.{_base64url(claims)}"
+        signature = self._key.sign(signed.encode(), PKCS1v15(), SHA256())
+        self._token = f"{signed}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}"
+        self._renew_at = now + self._LIFETIME_S - self._RENEW_BEFORE_S
+
+    def __repr__(self) -> str:
+        return f"KeyPairAuth({self._subject!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"subject": self._subject, "pem": self._pem, "passphrase": self._passphrase}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._subject, self._pem, self._passphrase = state["subject"], state["pem"], state["passphrase"]
+        self._load_key()
+
+
+def _bearer(token: str, kind: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", "X-Snowflake-Authorization-Token-Type": kind}
+
+
+def _base64url(value: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value, separators=(",", ":")).encode()).rstrip(b"=").decode()
 
 
 class SnowflakeProfileError(CortexTrainingError, RuntimeError):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import pickle
 import sys
 import threading
+import time
 import types
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from cortex_training.auth import NoAuth, PatAuth, SnowflakeProfileError, SnowflakeSessionAuth
+from cortex_training import CortexTrainingClient
+from cortex_training.auth import KeyPairAuth, NoAuth, OAuthAuth, PatAuth, SnowflakeProfileError, SnowflakeSessionAuth
 from cortex_training.errors import AuthError, ConfigurationError
 
 
@@ -157,6 +164,94 @@ def test_nothing_shows_a_secret(connector: FakeConnector) -> None:
             PatAuth(bad)  # type: ignore[arg-type]
         assert "smart" not in str(caught.value)
         assert "words" not in str(caught.value)
+
+
+def test_an_oauth_token_is_sent_and_asked_for_again_when_it_expired(clients: Any, weather: Any, scripted: Any) -> None:
+    tokens = iter(["first-oauth-token", "second-oauth-token"])
+    client = clients(weather.url, auth=OAuthAuth(lambda: next(tokens)))
+    weather.sequence(scripted.Reply(401), scripted.Reply(body={"request_id": "r"}))
+    assert client.step("j") == "r"
+    first, second = (seen.headers for seen in weather.seen)
+    assert first["authorization"] == "Bearer first-oauth-token"
+    assert second["authorization"] == "Bearer second-oauth-token"
+    assert second["x-snowflake-authorization-token-type"] == "OAUTH"
+    assert "oauth-token" not in repr(client)
+
+
+def test_a_fixed_oauth_token_is_not_replayed(clients: Any, weather: Any, scripted: Any) -> None:
+    weather.sequence(scripted.Reply(401))
+    with pytest.raises(AuthError):
+        clients(weather.url, auth=OAuthAuth("fixed-oauth-token")).step("j")
+    assert len(weather.seen) == 1
+
+
+def rsa_key(passphrase: str | None = None) -> tuple[str, Any]:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    encryption = (
+        serialization.BestAvailableEncryption(passphrase.encode()) if passphrase else serialization.NoEncryption()
+    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+    return pem.decode(), key.public_key()
+
+
+def decoded(part: str) -> Any:
+    return json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+
+
+def test_a_key_pair_signs_the_documented_claims() -> None:
+    pem, public = rsa_key("passphrase")
+    auth = KeyPairAuth("acct.eu-central-1", "svc_user", pem, "passphrase")
+    headers = auth.headers()
+    assert headers["X-Snowflake-Authorization-Token-Type"] == "KEYPAIR_JWT"
+    token = headers["Authorization"].removeprefix("Bearer ")
+    header, claims, signature = token.split(".")
+    public.verify(
+        base64.urlsafe_b64decode(signature + "=" * (-len(signature) % 4)),
+        f"{header}.{claims}".encode(),
+        padding.PKCS1v15(),
+        hashes.SHA256(),
+    )
+    assert decoded(header) == {"alg": "RS256", "typ": "JWT"}
+    found = decoded(claims)
+    assert found["sub"] == "ACCT.SVC_USER"
+    der = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    assert found["iss"] == "ACCT.SVC_USER.SHA256:" + base64.b64encode(hashlib.sha256(der).digest()).decode()
+    assert 0 < found["exp"] - found["iat"] <= 3600
+    assert auth.headers() == headers
+    assert repr(auth) == "KeyPairAuth('ACCT.SVC_USER')"
+
+
+def test_a_key_pair_renews_before_expiry_and_when_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    auth = KeyPairAuth("org-acct", "u", rsa_key()[0])
+    start = time.time()
+    first = auth.headers()
+    monkeypatch.setattr("cortex_training.auth.time.time", lambda: start + 56 * 60)
+    second = auth.headers()
+    assert first != second
+    auth.refresh(first)
+    assert auth.headers() == second
+    monkeypatch.setattr("cortex_training.auth.time.time", lambda: start + 57 * 60)
+    auth.refresh(second)
+    assert auth.headers() != second
+
+
+def test_credentials_travel_with_their_client() -> None:
+    for auth in (PatAuth("secret-token-value"), OAuthAuth("fixed-oauth-token"), KeyPairAuth("a", "u", rsa_key()[0])):
+        client = CortexTrainingClient("http://h", "D", "S", auth=auth)
+        copy = pickle.loads(pickle.dumps(client))
+        assert copy._settings.auth.headers().keys() == auth.headers().keys()
+        assert repr(copy) == repr(client)
+
+
+@pytest.mark.parametrize("key", ["no pem", b"", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----"])
+def test_a_key_that_is_none_is_refused_without_showing_it(key: Any) -> None:
+    with pytest.raises(ConfigurationError, match="private_key") as caught:
+        KeyPairAuth("a", "u", key)
+    assert "AAAA" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="passphrase"):
+        KeyPairAuth("a", "u", rsa_key("right")[0], "wrong")
+    with pytest.raises(ConfigurationError, match="account"):
+        KeyPairAuth("", "u", key)
 
 
 def test_a_session_travels_as_the_name_of_its_profile(connector: FakeConnector) -> None:
