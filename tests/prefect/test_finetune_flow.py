@@ -15,6 +15,7 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.states import Scheduled
 
 from cortex_training.errors import ConfigurationError
@@ -109,9 +110,10 @@ def test_rows_become_a_published_model(
 def look_for_the_secret(flow_run_id: UUID, server: PrefectServer, folders: list[Path]) -> None:
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
-        logs = client._client.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}})
-    assert "train 6/6" in logs.text
-    assert PAT not in logs.text
+        of_the_run = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id]))
+        logs = "\n".join(log.message for log in client.read_logs(of_the_run))
+    assert "train 6/6" in logs
+    assert PAT not in logs
     assert PAT not in run.model_dump_json()
     files = [path for folder in [*folders, server.home] for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 20

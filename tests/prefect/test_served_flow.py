@@ -17,6 +17,8 @@ from prefect.client.schemas.objects import StateType
 from prefect.deployments import run_deployment
 from prefect.states import Cancelling
 
+from cortex_training.publication import PosixStore
+from cortex_training.training.journal import read_journal
 from demo.prefect_server import PrefectServer
 from demo.processes import stop_group
 
@@ -94,3 +96,6 @@ def test_the_job_ends_with_the_flow_run(
     wait_until(lambda: job_status(local_service, job_id) == "cancelled", "the job's cancellation")
     wait_until(lambda: state_of(flow_run_id) == expected, f"state {expected}")
     assert jobs_of(flow_run_id) == [job_id]
+    # Told to stop, the run said so in its journal; killed, it could not.
+    last = read_journal(PosixStore(flow_parameters["root"]))[-1].type
+    assert (last == "released") == (end == "cancelled")
