@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from cortex_training.client import CortexTrainingClient
-from cortex_training.datasets import build_dataset
-from cortex_training.local.models import model_folder
 from cortex_training.publication import PublicationLog
 from cortex_training.states import is_terminal_job
 from cortex_training.training import status
 from demo.airflow_cluster import AirflowCluster
 from tests.faults.proxy import HOLD, FaultProxy, Rule
-from tests.live.conftest import QUICK_FAILOVER
+from tests.live.conftest import QUICK_FAILOVER, cortex_connection, training_plan
 
 STEPS = 12
 KILLS = 3
@@ -42,10 +40,10 @@ def test_every_step_once_through_three_kills(
 ) -> None:
     chance = random.Random(seed)
     with FaultProxy(local_service.base_url) as proxy:
-        cluster = start_airflow(connections={"ct": _connection(local_service, proxy)}, environment=QUICK_FAILOVER)
+        cluster = start_airflow(connections={"ct": cortex_connection(local_service, proxy)}, environment=QUICK_FAILOVER)
         # One step of every third of the run.
         thirds = [range(1 + k * STEPS // KILLS, 1 + (k + 1) * STEPS // KILLS) for k in range(KILLS)]
-        run_id = cluster.trigger_dag("train_only", {"plan": _plan(tmp_path)})
+        run_id = cluster.trigger_dag("train_only", {"plan": training_plan(tmp_path, "run", steps=STEPS)})
         for third in thirds:
             held = _hold_step(proxy, chance.choice(third))
             assert held.holding.wait(120), cluster.task_states("train_only", run_id)
@@ -67,40 +65,6 @@ def test_every_step_once_through_three_kills(
     assert result["global_steps"] == STEPS
     assert _jobs_alive(local_service, run) == []
     assert "loss" in log
-
-
-def _connection(service: Any, proxy: FaultProxy) -> dict[str, Any]:
-    return {
-        "conn_type": "cortex_training",
-        "host": proxy.base_url,
-        "schema": service.schema,
-        "password": "a-token-for-the-local-service",
-        "extra": {"database": service.database},
-    }
-
-
-def _plan(folder: Path) -> dict[str, Any]:
-    rows = [{"prompt": f"What comes after {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(100)]
-    build_dataset(rows, folder / "dataset", tokenizer=model_folder("tiny"), max_seq_len=128, seed=1)
-    training = {"optimizer": {"name": "AdamW", "lr": 3e-3}, "max_seq_len": 128, "train_batch_size": 2, "n_gpus": 1}
-    return {
-        "root": str(folder / "run"),
-        "dataset": str(folder / "dataset" / "manifest.json"),
-        "sub_jobs": [
-            {
-                "job_type": "training",
-                "model_name": "tiny",
-                "dtype": "float32",
-                "seed": 7,
-                "training_config": training,
-            }
-        ],
-        "steps": STEPS,
-        "micro_batch_size": 2,
-        "micro_batches_per_step": 2,
-        "save_every_steps": 4,
-        "learning_rate": {"schedule": "constant", "peak": 3e-3},
-    }
 
 
 def _hold_step(proxy: FaultProxy, step: int) -> Rule:
