@@ -18,6 +18,7 @@ from cortex_training.protocol.context import Context
 from cortex_training.protocol.generation import Prompts
 from cortex_training.protocol.jobs import Progress
 from cortex_training.protocol.logs import LogStream
+from cortex_training.protocol.streams import EventStream
 from cortex_training.settings import ClientSettings, checked_settings, settings_of_profile, url_of_host
 
 
@@ -289,6 +290,15 @@ class AsyncCortexTrainingClient:
     ) -> dict[str, Any]:
         """As `CortexTrainingClient.get_request_status`."""
         return await self._run(polling.get_request_status(self._context, job_id, request_id, max_events, cursor))
+
+    async def stream_request(
+        self, job_id: str, request_id: str, *, timeout_s: float | None = None
+    ) -> AsyncIterator[Any]:
+        """As `CortexTrainingClient.stream_request`."""
+        stream = EventStream(self._context, job_id, request_id, timeout_s)
+        while (events := await self._run(stream.next_events())) is not None:
+            for event in events:
+                yield event
 
     async def cancel_request(
         self, job_id: str, request_id: str, *, sub_job_id: str | None = None, sub_job_type: str | None = None

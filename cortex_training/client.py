@@ -27,6 +27,7 @@ from cortex_training.protocol.context import Context
 from cortex_training.protocol.generation import Prompts
 from cortex_training.protocol.jobs import Progress
 from cortex_training.protocol.logs import LogStream
+from cortex_training.protocol.streams import EventStream
 from cortex_training.settings import ClientSettings, checked_settings, settings_of_profile, url_of_host
 
 __all__ = [
@@ -318,7 +319,7 @@ class CortexTrainingClient:
         *,
         permit: Permit = None,
     ) -> dict[str, Any]:
-        """Start a generation whose samples are read as they finish, with `get_request_status(max_events=…)`."""
+        """Start a generation whose samples are read as they finish, with `stream_request`."""
         return self._run(
             generation.generate_stream(
                 self._context, job_id, prompts, sampling_params, routing_key, strict, permit=permit
@@ -341,6 +342,16 @@ class CortexTrainingClient:
         """One look at a request. With `max_events` the events of a stream are taken out of it: the service delivers
         each once, so a look whose answer is lost is an error and is not repeated."""
         return self._run(polling.get_request_status(self._context, job_id, request_id, max_events, cursor))
+
+    def stream_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> Iterator[Any]:
+        """The events of a streamed generation as they come: `result`, `error` and `done`.
+
+        Each is delivered once, so a lost answer ends the reading with `TransportError`. Raises `RequestFailed`,
+        `DeadlineExceeded`.
+        """
+        stream = EventStream(self._context, job_id, request_id, timeout_s)
+        while (events := self._run(stream.next_events())) is not None:
+            yield from events
 
     def cancel_request(
         self, job_id: str, request_id: str, *, sub_job_id: str | None = None, sub_job_type: str | None = None

@@ -1,4 +1,4 @@
-"""Commands about checkpoints: checkpoints, export."""
+"""Commands about checkpoints: checkpoints, export, delete-checkpoint."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ def add_parsers(subparsers: Any) -> None:
     export.add_argument("checkpoint", metavar="CHECKPOINT_ID")
     export.set_defaults(handler=run_export)
 
+    delete = subparsers.add_parser("delete-checkpoint", help="delete a checkpoint")
+    delete.add_argument("checkpoint", metavar="CHECKPOINT_ID")
+    delete.set_defaults(handler=run_delete)
+
 
 def run_checkpoints(options: argparse.Namespace) -> int:
     with connect(options) as client:
@@ -29,4 +33,12 @@ def run_checkpoints(options: argparse.Namespace) -> int:
 def run_export(options: argparse.Namespace) -> int:
     with connect(options) as client:
         print_document(options, client.export_checkpoint(job_of(options), options.checkpoint))
+    return 0
+
+
+def run_delete(options: argparse.Namespace) -> int:
+    job = job_of(options)
+    with connect(options) as client:
+        client.delete_checkpoint(job, options.checkpoint)
+    print_document(options, {"checkpoint_id": options.checkpoint, "deleted": True, "job_id": job})
     return 0

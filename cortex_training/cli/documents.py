@@ -30,12 +30,17 @@ def read_object(name: str) -> dict[str, Any]:
 
 def print_document(options: argparse.Namespace, value: Any) -> None:
     """Print `value` as JSON, keys sorted; tensors become lists. It is complete before its first character appears."""
-    plain = _plain(as_lists(value))
+    document = plain(value)
     if options.compact:
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     else:
-        text = json.dumps(plain, sort_keys=True, indent=2)
+        text = json.dumps(document, sort_keys=True, indent=2)
     print(text, flush=True)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it, tensors as lists."""
+    return _plain(as_lists(value))
 
 
 def _plain(value: Any) -> Any:

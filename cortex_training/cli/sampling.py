@@ -1,12 +1,13 @@
-"""Commands that sample: generate. They need ``--job``."""
+"""Commands that sample: generate, generate-stream. They need ``--job``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from cortex_training.cli.connection import connect
-from cortex_training.cli.documents import read_object
+from cortex_training.cli.documents import plain, print_document, read_object
 from cortex_training.cli.jobs import job_of
 from cortex_training.cli.training import finish, poll_wish
 from cortex_training.errors import ConfigurationError
@@ -19,6 +20,10 @@ def add_parsers(subparsers: Any) -> None:
     generate.add_argument("file", metavar="FILE", help="{prompts, sampling_params, routing_key, strict, poll}, or -")
     generate.set_defaults(handler=run_generate)
 
+    stream = subparsers.add_parser("generate-stream", help="as generate; prints each sample on a line when it is done")
+    stream.add_argument("file", metavar="FILE", help="as for generate")
+    stream.set_defaults(handler=run_generate_stream)
+
 
 def run_generate(options: argparse.Namespace) -> int:
     job = job_of(options)
@@ -30,6 +35,23 @@ def run_generate(options: argparse.Namespace) -> int:
         document = {"job_id": job, "prompt_count": len(arguments["prompts"]), "request_id": request_id}
         finish(options, client, document, poll=poll)
     return 0
+
+
+def run_generate_stream(options: argparse.Namespace) -> int:
+    """Print events, one JSON object a line. Returns 1 when a prompt failed."""
+    job = job_of(options)
+    spec = read_object(options.file)
+    poll = poll_wish(spec)
+    with connect(options) as client:
+        reply = client.generate_stream(job, **generation_arguments(spec))
+        if not poll:
+            print_document(options, reply)
+            return 0
+        failed = False
+        for event in client.stream_request(job, reply["request_id"]):
+            failed = failed or event.get("type") == "error"
+            print(json.dumps(plain(event), sort_keys=True), flush=True)
+    return 1 if failed else 0
 
 
 def generation_arguments(spec: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ class LogStream:
         shortest_s = self.poll_interval or self.context.policy.poll_interval or 0.5
         longest_s = max(shortest_s, self.context.policy.poll_max_interval or 6.0)
         self._bounds = Bounds(shortest_s, longest_s, self.context.policy.poll_backoff_multiplier or 1.25)
-        self._looked_at_job = self.context.clock()
+        self._looked_at_job = -math.inf
 
     def next_entries(self) -> Flow[list[Any] | None]:
         """The next page that holds entries; None when there will be no more."""

@@ -99,11 +99,17 @@ class Service:
     def answer(self, method: str, path: str) -> tuple[int, Any]:
         for (wanted, end), answer in self.answers.items():
             if wanted == method and path.endswith(end):
+                answer = answer() if callable(answer) else answer
                 status_and_body: tuple[int, Any] = answer if isinstance(answer, tuple) else (200, answer)
                 return status_and_body
         if "/requests/" in path:
             return 200, {"status": "done", "result": {"ok": True}}
         return 200, {"request_id": "r-1", "job_id": "job-1"}
+
+    def answer_in_turn(self, method: str, end: str, answers: list[Any]) -> None:
+        """Give these answers one after another, the last one for ever."""
+        remaining = list(answers)
+        self.answers[method, end] = lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0]
 
     def stop(self) -> None:
         self._server.shutdown()

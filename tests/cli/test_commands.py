@@ -252,3 +252,61 @@ def test_both_installed_commands_work(environment: Any) -> None:
         assert done.returncode == 2
         assert done.stdout == ""
         assert "no connection" in done.stderr
+
+
+def test_a_stream_prints_one_event_a_line_and_fails_when_a_prompt_did(run: Any, service: Any, tmp_path: Path) -> None:
+    events = [{"type": "result", "index": 0, "result": {"text": "a"}}, {"type": "done", "completed": 1, "failed": 0}]
+    pages = [{"status": "streaming", "events": events}, {"status": "done", "events": []}]
+    service.answer_in_turn("GET", "/requests/r-1", pages)
+    done = run("--job", "job-1", "generate-stream", write(tmp_path, {"prompts": ["a"]}))
+    assert [json.loads(line) for line in done.out.splitlines()] == events
+    assert done.code == 0
+    pages = [{"status": "done", "events": [{"type": "error", "index": 0, "error": "x"}]}, {"status": "done"}]
+    service.answer_in_turn("GET", "/requests/r-1", pages)
+    assert run("--job", "job-1", "generate-stream", write(tmp_path, {"prompts": ["a"]})).code == 1
+
+
+def test_operations_of_a_job(run: Any, service: Any) -> None:
+    service.answers["POST", "/operation"] = {"ok": True}
+    for arguments, operation, payload in (
+        (["cancel-request", "r-9"], "cancel-request", {"request_id": "r-9"}),
+        (["router-replay-discard", "a", "b"], "router-replay-discard", {"sample_ids": ["a", "b"]}),
+        (
+            ["bootstrap-router-replay", "--max-cache-bytes", "9"],
+            "bootstrap-router-replay",
+            {
+                "source_sub_job_id": "job-1:sampling:0",
+                "target_sub_job_id": "job-1:training:0",
+                "max_cache_bytes": 9,
+            },
+        ),
+        (
+            ["reset-prefix-cache", "--no-drain", "--timeout", "5"],
+            "reset-prefix-cache",
+            {"drain": False, "timeout_s": 5.0, "retry_interval_s": 0.1},
+        ),
+        (["tail-logs", "--cursor", "c", "--max-lines", "5"], "tail-logs", {"cursor": "c", "max_lines": 5}),
+    ):
+        done = run("--job", "job-1", *arguments)
+        assert done.document == {"ok": True}, done.err
+        assert service.calls[-1].json["operation_type"] == operation
+        assert service.calls[-1].json["payload"] == payload
+
+
+def test_logs_can_be_followed_line_by_line(run: Any, service: Any) -> None:
+    service.answer_in_turn(
+        "POST",
+        "/operation",
+        [{"entries": [{"msg": "a"}, "b"], "next_cursor": "1"}, {"entries": [], "next_cursor": "1"}],
+    )
+    service.answers["GET", "/job-1"] = {"status": "cancelled"}
+    done = run("tail-logs", "job-1", "--follow")
+    assert [json.loads(line) for line in done.out.splitlines()] == [{"msg": "a"}, "b"]
+
+
+def test_the_experiment_run_and_a_deleted_checkpoint(run: Any, service: Any) -> None:
+    service.answers["GET", "/experiment-run"] = {"experiment_name": "E"}
+    assert run("experiment-run", "job-1").document == {"experiment_name": "E"}
+    service.answers["DELETE", "/checkpoints/cp_1"] = (204, None)
+    done = run("--job", "job-1", "delete-checkpoint", "cp_1")
+    assert done.document == {"checkpoint_id": "cp_1", "deleted": True, "job_id": "job-1"}
