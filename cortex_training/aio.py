@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
+from cortex_training import artifacts
 from cortex_training._aiohttp_driver import AiohttpDriver
 from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
 from cortex_training.config import CheckpointType, Hardware, SubJobConfig
-from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, training
+from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, statements, training
 from cortex_training.protocol.calls import Permit
 from cortex_training.protocol.context import Context
 from cortex_training.protocol.generation import Prompts
@@ -363,6 +365,45 @@ class AsyncCortexTrainingClient:
         while (entries := await self._run(stream.next_entries())) is not None:
             for entry in entries:
                 yield entry
+
+    # Artifacts
+
+    async def fetch_execution_logs(self, job_id: str) -> list[dict[str, Any]]:
+        """As `CortexTrainingClient.fetch_execution_logs`, in a thread."""
+        return await self._on_stage(job_id, lambda stage: artifacts.fetch_execution_logs(stage, job_id))
+
+    async def download_stdout_logs(
+        self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
+    ) -> list[dict[str, Any]]:
+        """As `CortexTrainingClient.download_stdout_logs`, in a thread."""
+        return await self._on_stage(
+            job_id,
+            lambda stage: artifacts.download_chunked(stage, artifacts.STDOUT, job_id, output_dir, resume=resume),
+        )
+
+    async def download_metrics(
+        self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
+    ) -> list[dict[str, Any]]:
+        """As `CortexTrainingClient.download_metrics`, in a thread."""
+        return await self._on_stage(
+            job_id,
+            lambda stage: artifacts.download_chunked(stage, artifacts.METRICS, job_id, output_dir, resume=resume),
+        )
+
+    async def _on_stage(
+        self, job_id: str, work: Callable[[artifacts.ConnectorStage], list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        run = await self.get_experiment_run(job_id)
+        identity = None
+        if isinstance(self._settings.auth, PatAuth):
+            query = statements.first_row(self._context, artifacts.IDENTITY_QUERY, self.database, self.schema)
+            identity = await self._run(query)
+
+        def opened() -> list[dict[str, Any]]:
+            with artifacts.opened_stage(self._settings, run, identity) as stage:
+                return work(stage)
+
+        return await asyncio.to_thread(opened)
 
     # Other operations
 

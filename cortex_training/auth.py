@@ -62,6 +62,22 @@ class PatAuth:
     def refresh(self, rejected: Mapping[str, str]) -> None:
         return None
 
+    def open_connection(self, host: str, user: str, role: str | None, database: str, schema: str) -> Any:
+        """A connection of the Snowflake connector with this token; the caller closes it."""
+        arguments: dict[str, Any] = {"role": role} if role else {}
+        return _open_connection(
+            f"the Snowflake account at {host}",
+            host=host,
+            # The host also stands for the account: the name that CURRENT_ACCOUNT_NAME() gives is wrong for locators.
+            account=host,
+            user=user,
+            authenticator="PROGRAMMATIC_ACCESS_TOKEN",
+            token=self._pat,
+            database=database,
+            schema=schema,
+            **arguments,
+        )
+
     def __repr__(self) -> str:
         return "PatAuth(***)"
 
@@ -259,21 +275,8 @@ class SnowflakeSessionAuth:
         return "the default Snowflake connection" if self._name is None else f"Snowflake connection {self._name!r}"
 
     def _connect(self) -> Any:
-        try:
-            import snowflake.connector
-        except ImportError:
-            raise SnowflakeProfileError(
-                "a connection profile needs the Snowflake connector: pip install 'cortex-training-client[snowflake]'"
-            ) from None
-        try:
-            if self._name is None:
-                return snowflake.connector.connect()
-            return snowflake.connector.connect(connection_name=self._name)
-        except Exception as error:
-            hint = ""
-            if getattr(error, "errno", None) == 394400 or "programmatic access token is invalid" in str(error).lower():
-                hint = " The token may be expired, or its user needs a network policy that admits this address."
-            raise SnowflakeProfileError(f"could not open {self._described()}: {_first_line(error)}.{hint}") from None
+        named = {} if self._name is None else {"connection_name": self._name}
+        return _open_connection(self._described(), **named)
 
     def _session_of(self, connection: Any) -> tuple[str, str]:
         rest = getattr(connection, "rest", None)
@@ -304,6 +307,22 @@ def _checked_secret(field: str, value: object) -> str:
     if any(ord(character) < 33 or ord(character) > 126 for character in text):
         raise ConfigurationError(f"{field}: holds a character that no token has; was it copied whole?", field=field)
     return text
+
+
+def _open_connection(described: str, **arguments: Any) -> Any:
+    try:
+        import snowflake.connector
+    except ImportError:
+        raise SnowflakeProfileError(
+            f"{described} needs the Snowflake connector: pip install 'cortex-training-client[snowflake]'"
+        ) from None
+    try:
+        return snowflake.connector.connect(**arguments)
+    except Exception as error:
+        hint = ""
+        if getattr(error, "errno", None) == 394400 or "programmatic access token is invalid" in str(error).lower():
+            hint = " The token may be expired, or its user needs a network policy that admits this address."
+        raise SnowflakeProfileError(f"could not open {described}: {_first_line(error)}.{hint}") from None
 
 
 def _first_line(error: Exception) -> str:

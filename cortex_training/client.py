@@ -6,10 +6,13 @@ ask again is written there, once for this client and for `cortex_training.aio`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
+from cortex_training import artifacts
 from cortex_training._requests_driver import RequestsDriver
 from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
 from cortex_training.config import (
@@ -21,7 +24,7 @@ from cortex_training.config import (
     TrainingConfig,
 )
 from cortex_training.errors import ChunkGroupConflictError, ChunkGroupError, ChunkGroupRestartError
-from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, training
+from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, statements, training
 from cortex_training.protocol.calls import Permit
 from cortex_training.protocol.context import Context
 from cortex_training.protocol.generation import Prompts
@@ -415,6 +418,42 @@ class CortexTrainingClient:
         stream = LogStream(self._context, job_id, sub_job_id, sub_job_type, cursor, max_lines, follow, poll_interval)
         while (entries := self._run(stream.next_entries())) is not None:
             yield from entries
+
+    # Artifacts
+
+    def fetch_execution_logs(self, job_id: str) -> list[dict[str, Any]]:
+        """Every log file of the job's experiment run: `sub_job_id`, `filename`, `artifact_uri`, `content`.
+
+        A file that cannot be fetched has an `error` and no content. Needs a Snowflake credential and the Snowflake
+        connector, as the downloads below do.
+        """
+        with self._stage(job_id) as stage:
+            return artifacts.fetch_execution_logs(stage, job_id)
+
+    def download_stdout_logs(
+        self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
+    ) -> list[dict[str, Any]]:
+        """Write the console output of each sub-job to ``<output_dir>/<sub_job_id>/stdout.log``.
+
+        Files are replaced when everything was read. With `resume` only what is new is fetched.
+        """
+        with self._stage(job_id) as stage:
+            return artifacts.download_chunked(stage, artifacts.STDOUT, job_id, output_dir, resume=resume)
+
+    def download_metrics(
+        self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
+    ) -> list[dict[str, Any]]:
+        """As `download_stdout_logs`, for GPU metrics: ``<output_dir>/<sub_job_id>/gpu.jsonl``."""
+        with self._stage(job_id) as stage:
+            return artifacts.download_chunked(stage, artifacts.METRICS, job_id, output_dir, resume=resume)
+
+    def _stage(self, job_id: str) -> AbstractContextManager[artifacts.ConnectorStage]:
+        run = self.get_experiment_run(job_id)
+        identity = None
+        if isinstance(self._settings.auth, PatAuth):
+            query = statements.first_row(self._context, artifacts.IDENTITY_QUERY, self.database, self.schema)
+            identity = self._run(query)
+        return artifacts.opened_stage(self._settings, run, identity)
 
     # Other operations
 

@@ -14,7 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 HEAVY = ("torch", "transformers", "pyarrow", "boto3", "sqlalchemy", "snowflake.connector")
 
-CLIENT = {"client", "aio", "auth", "settings", "_network", "_sending", "_requests_driver", "_aiohttp_driver"}
+CLIENT = {
+    "client",
+    "aio",
+    "artifacts",
+    "auth",
+    "settings",
+    "_network",
+    "_sending",
+    "_requests_driver",
+    "_aiohttp_driver",
+}
 FOUNDATION = {path.stem for path in (ROOT / "cortex_training").glob("*.py")} - CLIENT - {"__init__"}
 """Every other module of the package itself: bytes, configuration, names, states, errors."""
 
