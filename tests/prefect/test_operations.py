@@ -18,6 +18,7 @@ from cortex_training.local.models import model_folder
 from cortex_training.publication import PublicationLog
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training import CortexTrainingCredentials, CortexTrainingJob, CortexTrainingJobRun
+from prefect_cortex_training.labels import root_digest
 
 from .conftest import PAT
 
@@ -126,7 +127,8 @@ def test_training_shows_its_progress_in_one_artifact(
     job_id = only_train()
     assert [e["global_steps"] for e in local_service.execution_log(job_id) if e["op"] == "step"] == [1, 2, 3, 4]
     with get_client(sync_client=True) as client:
-        found = [a for a in client.read_artifacts() if str(a.key).startswith("training-")]
+        key = f"training-{root_digest(flow_parameters['root'])}"
+        found = [artifact for artifact in client.read_artifacts() if artifact.key == key]
     assert len(found) == 1
     assert found[0].type == "progress"
     assert found[0].data == 100.0
