@@ -17,6 +17,7 @@ from cortex_training.config import CheckpointType, Hardware, SubJobConfig
 from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, statements, training
 from cortex_training.protocol.calls import Permit
 from cortex_training.protocol.context import Context
+from cortex_training.protocol.exchange import clock_skew_s
 from cortex_training.protocol.generation import Prompts
 from cortex_training.protocol.jobs import Progress
 from cortex_training.protocol.logs import LogStream
@@ -498,6 +499,10 @@ class AsyncCortexTrainingClient:
         )
 
     # The object itself
+
+    async def clock_skew_s(self) -> float | None:
+        """As `CortexTrainingClient.clock_skew_s`."""
+        return await self._run(clock_skew_s(self._context))
 
     @property
     def base_url(self) -> str:

@@ -27,6 +27,7 @@ from cortex_training.errors import ChunkGroupConflictError, ChunkGroupError, Chu
 from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, statements, training
 from cortex_training.protocol.calls import Permit
 from cortex_training.protocol.context import Context
+from cortex_training.protocol.exchange import clock_skew_s
 from cortex_training.protocol.generation import Prompts
 from cortex_training.protocol.jobs import Progress
 from cortex_training.protocol.logs import LogStream
@@ -552,6 +553,10 @@ class CortexTrainingClient:
         )
 
     # The object itself
+
+    def clock_skew_s(self) -> float | None:
+        """Seconds that this machine's clock is ahead of the service's; None when the service does not tell its time."""
+        return self._run(clock_skew_s(self._context))
 
     @property
     def base_url(self) -> str:

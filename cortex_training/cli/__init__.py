@@ -11,7 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cortex_training.cli import checkpoints, jobs, operations, runs, sampling, serve, training
+from cortex_training.cli import (
+    artifacts,
+    checkpoints,
+    jobs,
+    operations,
+    runs,
+    sampling,
+    serve,
+    training,
+    upkeep,
+)
 from cortex_training.cli.connection import add_global_flags
 from cortex_training.cli.failures import explain
 
@@ -32,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_global_flags(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (jobs, training, sampling, checkpoints, operations, runs, serve):
+    for group in (jobs, training, sampling, checkpoints, operations, artifacts, runs, serve, upkeep):
         group.add_parsers(commands)
     return parser
 

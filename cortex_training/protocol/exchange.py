@@ -237,6 +237,21 @@ def _retry_after_s(context: Context, response: Response) -> float | None:
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
+def clock_skew_s(context: Context) -> Flow[float | None]:
+    """Seconds that this machine's clock is ahead of the service's; None when the service does not tell its time."""
+    began = context.wall()
+    request = Request(
+        "GET", context.policy.prefix + "/capacity", Kind.SAFE, "clock-skew", context.policy.timeouts, names=()
+    )
+    response = yield from exchange(context, request)
+    try:
+        theirs = _date(response.headers["date"])
+    except (KeyError, ValueError, TypeError):
+        return None
+    # The service read its clock somewhere between our two readings, to the second.
+    return (began + context.wall()) / 2 - theirs - 0.5
+
+
 def _date(text: str) -> float:
     return parsedate_to_datetime(text).timestamp()
 

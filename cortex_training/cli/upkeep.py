@@ -1,0 +1,201 @@
+"""Commands about the installation and the deployment: login, doctor, sweep, conformance."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cortex_training.cli.connection import connect, login_path, read_config, resolve
+from cortex_training.cli.documents import print_document
+from cortex_training.errors import ApiError, ConfigurationError, CortexTrainingError, NotFoundError
+from cortex_training.states import is_terminal_job, job_state
+
+_TOLERATED_SKEW_S = 60.0
+_SWEEP_AGE_S = 24 * 3600.0
+
+
+def add_parsers(subparsers: Any) -> None:
+    login = subparsers.add_parser("login", help="remember a connection for the commands that follow")
+    login.add_argument("file", nargs="?", metavar="FILE", help="configuration file; or --config, or --connection NAME")
+    login.add_argument("--check", action="store_true", help="ask the service before remembering")
+    login.set_defaults(handler=run_login)
+
+    doctor = subparsers.add_parser("doctor", help="check the installation, connection, credential and clock")
+    doctor.set_defaults(handler=run_doctor)
+
+    sweep = subparsers.add_parser("sweep", help="find old jobs that no run owns, and cancel them with --cancel")
+    sweep.add_argument("--root", action="append", default=[], help="jobs of an unfinished run in this root are owned")
+    sweep.add_argument("--older-than", type=float, default=_SWEEP_AGE_S, metavar="SECONDS", help="default: a day")
+    sweep.add_argument("--experiment", metavar="PREFIX", help="only jobs whose experiment's name begins like this")
+    sweep.add_argument("--user", help="only jobs submitted by this user")
+    sweep.add_argument("--cancel", action="store_true", help="cancel them; without it they are only printed")
+    sweep.set_defaults(handler=run_sweep)
+
+    conformance = subparsers.add_parser("conformance", help="ask a service, with a small paid job, what nobody knows")
+    conformance.add_argument("--model", required=True, metavar="ID", help="the model to train a few steps")
+    conformance.add_argument("--n-gpus", type=int, default=1)
+    conformance.add_argument("--yes", action="store_true", help="yes, create a job that costs GPU time")
+    conformance.set_defaults(handler=run_conformance)
+
+
+def run_login(options: argparse.Namespace) -> int:
+    named = [name for name in (options.file, options.config, options.connection) if name]
+    if len(named) != 1:
+        raise ConfigurationError("login: give exactly one of FILE, --config FILE and --connection NAME")
+    if options.file:
+        options.config = options.file
+    connection = resolve(options, {})  # what the file or profile says must be enough without the environment
+    if options.config:
+        read_config(options.config)
+        remembered = {"config_path": str(Path(options.config).resolve())}
+    else:
+        remembered = {"connection": options.connection}
+    if options.check:
+        with connection.client() as client:
+            client.list_jobs()
+    _write_privately(login_path(os.environ), remembered)
+    print_document(options, {**remembered, "logged_in": True})
+    return 0
+
+
+def _write_privately(path: Path, content: dict[str, Any]) -> None:
+    """Readable by the owner alone, and never half-written: every later command reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".login-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(name, path)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    checks = [_checked(name, check) for name, check in _doctor_checks(options)]
+    print_document(options, {"checks": checks, "ok": all(check["ok"] for check in checks)})
+    return 0 if all(check["ok"] for check in checks) else 1
+
+
+def _doctor_checks(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "distributions", installed_distribution
+    yield "connection", lambda: repr(connect(options))
+    yield "credential", lambda: _ask_for_jobs(options)
+    yield "clock", lambda: _compare_clocks(options)
+
+
+def _checked(name: str, check: Callable[[], str]) -> dict[str, Any]:
+    try:
+        return {"check": name, "ok": True, "detail": check()}
+    except (CortexTrainingError, OSError, ValueError) as error:
+        return {"check": name, "ok": False, "detail": str(error)}
+
+
+def installed_distribution() -> str:
+    """The distribution that gives the package. Raises `ConfigurationError` when two of them claim its name.
+
+    The public client and this one install into the same folder: whichever came last overwrote files of the other, and
+    an uninstall of either removes files of both.
+    """
+    owners = sorted(set(importlib.metadata.packages_distributions().get("cortex_training", [])))
+    if len(owners) > 1:
+        raise ConfigurationError(
+            f"the package cortex_training is installed by {' and '.join(owners)}, which overwrite each other: run "
+            f"`{sys.executable} -m pip uninstall -y {' '.join(owners)}`, then install the one you want again"
+        )
+    return owners[0] if owners else "running from source"
+
+
+def _ask_for_jobs(options: argparse.Namespace) -> str:
+    with connect(options) as client:
+        return f"{len(client.list_jobs())} jobs"
+
+
+def _compare_clocks(options: argparse.Namespace) -> str:
+    with connect(options) as client:
+        skew_s = client.clock_skew_s()
+    if skew_s is None:
+        return "the service does not tell its time"
+    if abs(skew_s) > _TOLERATED_SKEW_S:
+        direction = "ahead of" if skew_s > 0 else "behind"
+        raise ConfigurationError(
+            f"this machine's clock is {abs(skew_s):.0f} s {direction} the service's: deadlines and key-pair tokens "
+            "will be wrong; set the clock (NTP)"
+        )
+    return f"{skew_s:+.0f} s"
+
+
+def run_sweep(options: argparse.Namespace) -> int:
+    owned = {job_id for root in options.root for job_id in _owned_jobs(root)}
+    with connect(options) as client:
+        found = [job for job in client.list_jobs() if _is_sweepable(job, options) and job.get("job_id") not in owned]
+        if options.experiment:
+            found = [job for job in found if _experiment(client, job["job_id"]).startswith(options.experiment)]
+        cancelled = []
+        for job in found if options.cancel else []:
+            try:
+                client.cancel_job(job["job_id"])
+            except (ApiError, NotFoundError) as error:
+                print(f"{job['job_id']}: {error}", file=sys.stderr)
+                continue
+            cancelled.append(job["job_id"])
+    kept = ("job_id", "status", "created_at", "submitted_by")
+    document = {"found": [{key: job.get(key) for key in kept} for job in found], "cancelled": cancelled}
+    print_document(options, document)
+    return 0 if not options.cancel or len(cancelled) == len(found) else 1
+
+
+def _owned_jobs(root: str) -> tuple[str, ...]:
+    """Jobs that a run goes on with; those of a finished one are nobody's."""
+    from cortex_training.training import status
+
+    run = status(root)
+    return () if run.state.finished_steps else tuple(run.state.job_ids)
+
+
+def _is_sweepable(job: dict[str, Any], options: argparse.Namespace) -> bool:
+    state = job_state(job.get("status"))
+    if is_terminal_job(state) or state == "cancelling" or not job.get("job_id"):
+        return False
+    if options.user and str(job.get("submitted_by", "")).lower() != options.user.lower():
+        return False
+    age_s = _age_s(job.get("created_at"))
+    # A job whose age is not known may be a minute old and somebody's.
+    return age_s is not None and age_s >= options.older_than
+
+
+def _age_s(created_at: object) -> float | None:
+    try:
+        created = datetime.datetime.fromisoformat(str(created_at))
+    except ValueError:
+        return None
+    if created.tzinfo is None:
+        created = created.replace(tzinfo=datetime.UTC)
+    return (datetime.datetime.now(datetime.UTC) - created).total_seconds()
+
+
+def _experiment(client: Any, job_id: str) -> str:
+    try:
+        return str(client.get_experiment_run(job_id).get("experiment_name") or "")
+    except ApiError:
+        return ""
+
+
+def run_conformance(options: argparse.Namespace) -> int:
+    from cortex_training.conformance import Interview
+
+    if not options.yes:
+        raise ConfigurationError(
+            f"conformance creates a job with {options.n_gpus} GPU(s), trains a few steps and cancels it: add --yes"
+        )
+    with connect(options) as client:
+        answers = []
+        for answer in Interview(client, options.model, options.n_gpus).ask():
+            print(f"{answer.question}: {answer.answer}", file=sys.stderr)
+            answers.append({"question": answer.question, "answer": answer.answer, "evidence": answer.evidence})
+    print_document(options, {"answers": answers})
+    return 0
