@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
+from rich.markup import escape
 
 from cortex_training.local.models import model_folder
 from cortex_training.training.chart import read_metrics
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
 
     def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/dim]  {text}", markup=True)
+        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/dim]  {escape(text)}", soft_wrap=True)
 
     work = options.work.resolve()
     shutil.rmtree(work, ignore_errors=True)

@@ -100,7 +100,9 @@ def evaluate(folder: Path, rows: Sequence[Mapping[str, str]], threads: int = 1) 
     completion."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     started = time.monotonic()
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
