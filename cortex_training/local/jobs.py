@@ -53,6 +53,8 @@ class Job:
     ended_clock: float | None = None
     active_clock: float = field(default_factory=time.monotonic)
     """When it was last asked to do something, or finished doing it."""
+    earlier_gpu_seconds: float = 0.0
+    """Counted before the service was restarted."""
     in_flight: int = 0
     """Executions that wait or run."""
     requests: dict[str, Request] = field(default_factory=dict, repr=False)
@@ -74,7 +76,7 @@ class Job:
     def gpu_seconds(self) -> float:
         """GPUs times seconds since it ran, until it ended."""
         if self.running_clock is None:
-            return 0.0
+            return self.earlier_gpu_seconds
         until = self.ended_clock if self.ended_clock is not None else time.monotonic()
         return self.spec.n_gpus * (until - self.running_clock)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from cortex_training.local.capacity import Capacity
 from cortex_training.local.checkpoints import CheckpointStore
+from cortex_training.local.job_store import JobStore
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.models import model_folder
 from cortex_training.local.refusals import Refusal, job_not_running
@@ -17,15 +18,16 @@ from cortex_training.local.settings import ServiceSettings
 from cortex_training.states import JobState
 
 _log = logging.getLogger("cortex_training.local")
-_WATCH_EVERY_S = 0.1
+_WATCH_EVERY_S, _NOTE_EVERY_S = 0.1, 2.0
 
 
 class LifeCycle:
     """Moves jobs from state to state. Everything here runs in the event loop, apart from loading models."""
 
-    def __init__(self, settings: ServiceSettings, checkpoints: CheckpointStore) -> None:
+    def __init__(self, settings: ServiceSettings, checkpoints: CheckpointStore, store: JobStore) -> None:
         self._settings = settings
         self._checkpoints = checkpoints
+        self._store = store
         self.capacity = Capacity(settings.gpus_per_hardware)
         self.jobs: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -33,7 +35,13 @@ class LifeCycle:
     def admit(self, job: Job) -> None:
         """Take a new job into the queue for GPUs."""
         self.jobs[job.job_id] = job
+        self._store.write(job)
         self._place_waiting()
+
+    def remember(self, job: Job) -> None:
+        """Take in a job that ended before the service was started."""
+        self.jobs[job.job_id] = job
+        self._store.write(job)
 
     def cancel(self, job: Job) -> None:
         """End a job because its owner says so. Again is fine; a job that ended otherwise refuses (409)."""
@@ -76,7 +84,7 @@ class LifeCycle:
         for job in self._waiting():
             hardware, gpus = job.spec.hardware, job.spec.n_gpus
             if hardware not in blocked and self.capacity.hold(job.job_id, hardware, gpus):
-                job.move_to(JobState.PLACING, "")
+                self._move(job, JobState.PLACING, "")
                 self._spawn(self._bring_up(job))
             else:
                 blocked.add(hardware)
@@ -88,7 +96,7 @@ class LifeCycle:
             await asyncio.sleep(self._settings.placing_s)
             if job.has_ended():
                 return
-            job.move_to(JobState.INITIALIZING)
+            self._move(job, JobState.INITIALIZING)
             for sub_job in job.sub_jobs:
                 sub_job.worker = ThreadPoolExecutor(1, thread_name_prefix=sub_job.sub_job_id)
                 building = sub_job.worker.submit(self._build_engine, sub_job)
@@ -110,7 +118,7 @@ class LifeCycle:
         reason = f"{', '.join(stand_ins)}: not on this machine, the tiny model stands in" if stand_ins else ""
         if reason:
             _log.warning("job %s: %s", job.job_id, reason)
-        job.move_to(JobState.RUNNING, reason)
+        self._move(job, JobState.RUNNING, reason)
         for sub_job in job.sub_jobs:
             sub_job.log.add(f"{sub_job.model.name} is ready on the model {sub_job.model.runs}")
 
@@ -141,21 +149,31 @@ class LifeCycle:
             request.execution.stop.set()
             computing |= not request.execution.is_over and not request.execution.drop_from_queue()
         if computing:
-            job.move_to(JobState.CANCELLING, reason)
+            self._move(job, JobState.CANCELLING, reason)
             return
         self._close(job, state, reason)
 
     def _close(self, job: Job, state: JobState, reason: str | None = None) -> None:
         _stop_workers(job)
-        job.move_to(state, reason)
+        self._move(job, state, reason)
         self.capacity.release(job.job_id)
         self._place_waiting()
 
+    def _move(self, job: Job, state: JobState, reason: str | None = None) -> None:
+        job.move_to(state, reason)
+        self._store.write(job)
+
     async def _watch(self) -> None:
-        """Take down jobs that waited or idled too long."""
+        """Take down jobs that waited or idled too long, and note what the running ones have cost so far."""
+        noted = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             now, scale = time.monotonic(), self._settings.timeout_scale
+            if now - noted > _NOTE_EVERY_S:
+                noted = now
+                for job in self.jobs.values():
+                    if job.state == JobState.RUNNING:
+                        self._store.write(job)
             for job in list(self.jobs.values()):
                 if job.state == JobState.PENDING and now - job.created_clock > job.spec.pending_timeout_s * scale:
                     self._close(job, JobState.FAILED, "pending_timeout")

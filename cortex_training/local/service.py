@@ -13,6 +13,7 @@ from cortex_training.local.execution_log import ExecutionLog
 from cortex_training.local.generation import Generation
 from cortex_training.local.generic_operation import GenericOperation
 from cortex_training.local.job_spec import SubJobSpec, read_job_spec
+from cortex_training.local.job_store import JobStore, StoredJob
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
 from cortex_training.local.models import ModelChoice, choose_model
@@ -31,22 +32,26 @@ class Service:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
+        self._store = JobStore(settings.data_dir)
         self.checkpoints = CheckpointStore(settings.data_dir)
         self.spelling = Spelling(settings.assumptions)
         self.export_links = ExportLinks(settings.export_link_s)
         self._execution_log = ExecutionLog(settings.execution_log)
-        self._lifecycle = LifeCycle(settings, self.checkpoints)
+        self._lifecycle = LifeCycle(settings, self.checkpoints, self._store)
         operations = Operations(settings, self._lifecycle, self._execution_log)
         self.data_plane = DataPlane(operations, self.checkpoints)
         self.generation = Generation(operations)
         self.generic_operation = GenericOperation(operations, self.data_plane)
 
     def start(self) -> None:
+        for stored in self._store.read():
+            self._lifecycle.remember(_restored(stored))
         self._lifecycle.start_watching()
 
     def stop(self) -> None:
         self._lifecycle.shut_down()
         self._execution_log.close()
+        self._store.close()
 
     def create_job(self, database: str, schema: str, body: object) -> dict[str, Any]:
         spec = read_job_spec(body)
@@ -129,6 +134,24 @@ class Service:
                 "sampling starts from a weights-only checkpoint; this one is resumable",
             )
         refuse_other_size(checkpoint, sub_job)
+
+
+def _restored(stored: StoredJob) -> Job:
+    """A job of an earlier run of the service, which has ended and computes nothing any more."""
+    spec = read_job_spec(stored.body)
+    gone = [SubJob(one, one.id_in(stored.job_id), ModelChoice(one.model_name, "", None, True)) for one in spec.sub_jobs]
+    return Job(
+        stored.job_id,
+        spec,
+        stored.database,
+        stored.schema,
+        gone,
+        state=stored.state,
+        reason=stored.reason,
+        created_at=stored.created_at,
+        updated_at=stored.updated_at,
+        earlier_gpu_seconds=stored.gpu_seconds,
+    )
 
 
 def _refuse_longer_than_window(position: int, spec: SubJobSpec, model: ModelChoice) -> None:

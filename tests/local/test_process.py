@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ServiceFactory
-from tests.local.api import Caller, masked_frame, sampling, token_batch, training
+from tests.local.api import Caller, RunningJob, masked_frame, sampling, token_batch, training
 
 
 def test_it_starts_without_torch(start_local_service: ServiceFactory) -> None:
@@ -53,10 +53,46 @@ def test_what_it_computed_before_a_kill_is_on_record(start_local_service: Servic
     service.kill()
     assert [entry["op"] for entry in service.execution_log()] == ["forward-backward", "step"] * 3
     restarted = start_local_service()
-    caller = Caller(restarted.url)
-    assert caller.call("GET", f"/{job.job_id}").status_code == 404
-    caller.running(job_id=job.job_id).step()
+    Caller(restarted.url).running().step()
     assert len(restarted.execution_log()) == 7
+
+
+def test_jobs_are_remembered_after_a_kill(start_local_service: ServiceFactory) -> None:
+    service = start_local_service(gpus=1)
+    caller = Caller(service.url)
+    cancelled = caller.running()
+    cancelled.call("POST", ":cancel")
+    ended = cancelled.describe()
+    job = caller.running(training(), experiment_name="nightly")
+    job.forward_backward(masked_frame(token_batch()))
+    checkpoint = job.save()
+    waiting = RunningJob(caller, caller.create().json()["job_id"])
+    before = job.describe()
+    service.kill()
+
+    other = start_local_service(gpus=1)
+    caller = Caller(other.url)
+    after = RunningJob(caller, job.job_id).describe()
+    assert (after["status"], after["reason"]) == ("failed", "the service was restarted while the job was running")
+    unchanged = ("job_id", "created_at", "experiment_name", "hardware", "idle_timeout_seconds")
+    assert {name: after[name] for name in unchanged} == {name: before[name] for name in unchanged}
+    assert after["sub_jobs"] == [{**before["sub_jobs"][0], "status": "failed"}]
+    assert RunningJob(caller, waiting.job_id).describe()["status"] == "failed"
+    assert RunningJob(caller, cancelled.job_id).describe() == ended
+    listed = [one["job_id"] for one in caller.call("GET", "").json()["jobs"]]
+    assert listed == [cancelled.job_id, job.job_id, waiting.job_id]
+    refused = caller.call("POST", f"/{job.job_id}/step", json={})
+    assert (refused.status_code, refused.json()["job_status"]) == (409, "failed")
+    assert caller.create(job_id=job.job_id).status_code == 409
+    [kept] = caller.call("GET", f"/{job.job_id}/checkpoints").json()["checkpoints"]
+    assert kept["checkpoint_id"] == checkpoint
+    assert caller.call("POST", f"/{job.job_id}/checkpoints/{checkpoint}:export").json()["files"]
+
+
+def test_two_services_do_not_share_a_data_folder(start_local_service: ServiceFactory) -> None:
+    service = start_local_service()
+    second = run("serve", "--port", "0", "--data-dir", str(service.data_dir))
+    assert (second.returncode, "in use by another service" in second.stderr) == (1, True)
 
 
 def test_its_own_data_folder_goes_with_it(tmp_path: Path) -> None:
