@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,14 @@ from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, Task
 from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
 from airflow_cortex_training.triggers import kill
+from airflow_cortex_training.triggers import train as train_trigger
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
 from cortex_training.client import CortexTrainingClient
 from cortex_training.errors import DeadlineExceeded
-from cortex_training.publication import PublicationLog
+from cortex_training.publication import PosixStore, PublicationLog
 from cortex_training.states import is_terminal_job
 from cortex_training.training import status
+from cortex_training.training.journal import read_journal
 from tests.airflow.test_operators import SAMPLING, TRAINING
 from tests.faults.proxy import HOLD, FaultProxy
 
@@ -113,6 +116,65 @@ async def test_a_trigger_that_is_stopped_releases_the_run_and_another_finishes_i
         event = await _fire(_copy(trigger))
     assert event["status"] == "trained"
     assert steps_executed(local_service, root) == [1, 2, 3, 4]
+
+
+def test_a_triggerer_that_shuts_down_releases_its_runs(
+    task_run, service_connection, local_service, manifest, root, no_grace
+) -> None:
+    trigger = defer(train(service_connection, plan(root, manifest, steps=300)), task_run("train")).trigger
+
+    async def triggerer() -> None:
+        task = asyncio.ensure_future(_fire(trigger))
+        await asyncio.to_thread(_wait_for_losses, root)
+        assert not task.done()
+
+    # At its end asyncio.run cancels every task there is, shielded ones too: this is how Airflow's runner stops.
+    asyncio.run(triggerer())
+    assert read_journal(PosixStore(root))[-1].type == "released"
+    assert len(jobs_alive(local_service, root)) == 1
+    cancel = CortexTrainingCancelJobOperator(task_id="cancel", conn_id=service_connection, root=root)
+    task_run("cancel").execute(cancel)
+    executed = steps_executed(local_service, root)
+    assert executed == list(range(1, len(executed) + 1))
+
+
+def test_a_worker_that_is_killed_takes_its_job_along_and_makes_no_other(
+    task_run, service_connection, local_service, manifest, root
+) -> None:
+    operator = train(service_connection, plan(root, manifest, steps=300), deferrable=False)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            task_run("train").execute(operator)
+        except BaseException as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    _wait_for_losses(root)
+    operator.on_kill()
+    worker.join(timeout=60)
+    assert not worker.is_alive()
+    assert failures
+    assert len(status(root).state.job_ids) == 1
+    assert jobs_alive(local_service, root) == []
+
+
+async def test_a_run_that_was_ended_is_not_driven_on(
+    task_run, service_connection, local_service, manifest, root, no_grace, monkeypatch
+) -> None:
+    monkeypatch.setattr(train_trigger, "SUPERSEDED_LOOK_S", 0.1)
+    trigger = defer(train(service_connection, plan(root, manifest, steps=300)), task_run("train")).trigger
+    standing_by = asyncio.ensure_future(_fire(trigger))
+    await asyncio.to_thread(_wait_for_losses, root)
+    cancel = CortexTrainingCancelJobOperator(task_id="cancel", conn_id=service_connection, root=root)
+    await asyncio.to_thread(task_run("cancel").execute, cancel)
+    await asyncio.sleep(2.0)
+    assert not standing_by.done()
+    standing_by.cancel()
+    assert len(status(root).state.job_ids) == 1
+    assert await asyncio.to_thread(jobs_alive, local_service, root) == []
 
 
 async def test_a_trigger_that_sees_no_root_says_so(service_connection, tmp_path) -> None:
@@ -262,9 +324,8 @@ async def test_a_user_who_ends_the_task_ends_its_job(
     trigger = defer(operator, task_run("train")).trigger
     trigger.task_instance = SimpleNamespace(dag_id="d", task_id="t", run_id="r", map_index=-1)
     task = asyncio.ensure_future(_fire(trigger))
-    while not await asyncio.to_thread(_has_losses, root):
-        await asyncio.sleep(0.1)
-        assert not task.done()
+    await asyncio.to_thread(_wait_for_losses, root)
+    assert not task.done()
     task.cancel("user action")
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -272,8 +333,12 @@ async def test_a_user_who_ends_the_task_ends_its_job(
     assert await asyncio.to_thread(jobs_alive, local_service, root) == []
 
 
-def _has_losses(root: str) -> bool:
-    return Path(root, "journal").exists() and bool(status(root).state.losses)
+def _wait_for_losses(root: str) -> None:
+    """Until the run is under way."""
+    deadline = time.monotonic() + 60
+    while not (Path(root, "journal").exists() and status(root).state.losses):
+        assert time.monotonic() < deadline, "the run made no step"
+        time.sleep(0.1)
 
 
 def _trigger(conn_id: str, root: str) -> CortexTrainingTrainTrigger:

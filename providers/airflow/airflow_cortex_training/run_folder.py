@@ -1,4 +1,4 @@
-"""What a task leaves in a run's root for the trigger that drives the run: the plan, and a nonce that proves it.
+"""A training run's root as tasks and triggers share it: the plan is handed over in it, and a run is ended through it.
 
 Worker and triggerer are different machines. When the root is a path that only one of them sees, the triggerer would
 start a second, empty run beside the real one; so it must first read back what the worker has just written.
@@ -6,20 +6,25 @@ start a second, empty run beside the real one; so it must first read back what t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
 from pathlib import Path
 
+from airflow_cortex_training.connection import ConnectionSettings
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import PosixStore
+from cortex_training.publication import PosixStore, PublicationLog
 from cortex_training.training import TrainingPlan, status
-from cortex_training.training.journal import read_journal
+from cortex_training.training.journal import JournalWriter, Superseded, read_journal
 
 PLAN_FILE = "plan.json"
 
 SILENT_S = 3600.0
 """A driver that is alive writes at least one record in so long, unless one request takes longer."""
+
+ENDED = {"ended": "by its owner"}
+"""What the journal says when a run was taken from its driver for good. The next try of the task may still go on."""
 
 _VERSION = 1
 
@@ -83,9 +88,46 @@ def is_over(root: str, steps: int) -> bool:
 
 
 def is_let_go(root: str) -> bool:
-    """Whether nobody drives the run at `root`: its driver released it, or wrote nothing for very long."""
+    """Whether the run at `root` waits for a driver: the last one released it, or has been silent for very long."""
     last = read_journal(PosixStore(root))[-1]
+    if last.body.get("info") == ENDED:
+        return False
     return last.type == "released" or time.time() - last.at > SILENT_S
+
+
+def take_away(root: str) -> None:
+    """Take the run from whoever drives it, and drive it no further: a driver whose next journal record fails stops.
+
+    Before the jobs of a run are cancelled for good. A driver that is still alive somewhere would take the cancellation
+    for a lost job and create another one.
+    """
+    store = PosixStore(root)
+    while True:
+        epoch = PublicationLog(store).claim_epoch(ENDED)
+        try:
+            JournalWriter.take_over(store, epoch.number, epoch.token, {"info": ENDED})
+        except Superseded:
+            continue  # somebody took it over in the same moment; once more, behind them
+        return
+
+
+def end_run(settings: ConnectionSettings, root: str) -> list[str]:
+    """Cancel every job in the journal of the run at `root`, and see to it that nobody creates another one.
+
+    Returns the jobs that were alive. A run that was never begun has none. Blocks, in an event loop of its own.
+    """
+    if not was_begun(root):
+        return []
+    take_away(root)
+    return asyncio.run(_cancel_jobs(settings, root))
+
+
+async def _cancel_jobs(settings: ConnectionSettings, root: str) -> list[str]:
+    from cortex_training.aio import AsyncCortexTrainingClient
+    from cortex_training.training import cancel_jobs
+
+    async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+        return await cancel_jobs(root, client)
 
 
 def next_folder(root: str) -> str:

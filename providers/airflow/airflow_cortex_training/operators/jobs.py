@@ -9,9 +9,8 @@ from airflow.sdk import XComArg
 from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cortex_training.durable import DurableRecord
-from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures
-from airflow_cortex_training.run_folder import was_begun
+from airflow_cortex_training.run_folder import end_run
 from cortex_training.config import SubJobConfig, check_matching_lora
 from cortex_training.errors import (
     ConfigurationError,
@@ -184,7 +183,8 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
 
     Args:
         job_id: a job, or a list of jobs; None and empty texts are ignored, because a create that never ran left none.
-        root: root of a training run; every job in its journal is cancelled, replacements included.
+        root: root of a training run; every job in its journal is cancelled, replacements included, and a driver that is
+            still alive somewhere can create no other.
 
     Returns (XCom): the ids that were asked to end.
     """
@@ -202,27 +202,12 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
         job_ids = [job_id for job_id in named if job_id]
         with clear_failures():
             hook = self.hook
-            cancelled = self._cancel_journal() if self.root else []
             with hook.get_conn() as client:
-                for job_id in job_ids:
-                    if job_id not in cancelled and cancel_job(client, job_id):
-                        cancelled.append(job_id)
+                cancelled = [job_id for job_id in job_ids if cancel_job(client, job_id)]
+            if self.root:
+                cancelled += end_run(hook.settings(), str(self.root))
         self.log.info("cancelled: %s", ", ".join(cancelled) or "nothing, no job was left")
         return cancelled
-
-    def _cancel_journal(self) -> list[str]:
-        import asyncio
-
-        return asyncio.run(cancel_jobs_of_root(self.hook, str(self.root))) if was_begun(str(self.root)) else []
-
-
-async def cancel_jobs_of_root(hook: CortexTrainingHook, root: str) -> list[str]:
-    """Cancel every job in the journal of the run at `root`. A run that was never begun has no job."""
-    from cortex_training.training import cancel_jobs
-
-    client = await hook.get_async_client()
-    async with client:
-        return await cancel_jobs(root, client)
 
 
 def cancel_job(client: CortexTrainingClient, job_id: str) -> bool:

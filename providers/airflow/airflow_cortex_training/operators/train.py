@@ -21,8 +21,8 @@ from airflow_cortex_training.operators.base import (
     with_fields,
 )
 from airflow_cortex_training.operators.checkpoints import attempt_id
-from airflow_cortex_training.operators.jobs import cancel_jobs_of_root, default_experiment_name
-from airflow_cortex_training.run_folder import is_over, next_folder, was_begun, write_plan
+from airflow_cortex_training.operators.jobs import default_experiment_name
+from airflow_cortex_training.run_folder import end_run, is_over, next_folder, write_plan
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
 from cortex_training.errors import ConfigurationError, CortexTrainingError, DeadlineExceeded
@@ -251,24 +251,15 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         if not root:
             return
         try:
-            if not was_begun(root):
-                return
-            cancelled = asyncio.run(cancel_jobs_of_root(self.hook, root))
+            cancelled = end_run(self.hook.settings(), root)
         except CortexTrainingError as error:
             self.log.warning("could not cancel the jobs of %s, they end at their idle timeout: %s", root, error)
             return
         self.log.info("cancelled %s", ", ".join(cancelled) or "nothing, no job of this run was left")
 
     def _cancel_from_thread(self, root: str, settings: ConnectionSettings) -> None:
-        async def cancel() -> list[str]:
-            from cortex_training.aio import AsyncCortexTrainingClient
-            from cortex_training.training import cancel_jobs
-
-            async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
-                return await cancel_jobs(root, client)
-
         try:
-            self.log.info("killed; cancelled %s", ", ".join(asyncio.run(cancel())) or "nothing")
+            self.log.info("killed; cancelled %s", ", ".join(end_run(settings, root)) or "nothing")
         except CortexTrainingError as error:
             self.log.warning("killed; could not cancel the jobs of %s: %s", root, error)
 

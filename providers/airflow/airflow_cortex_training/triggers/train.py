@@ -12,7 +12,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cortex_training.connection import ConnectionSettings, Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from airflow_cortex_training.run_folder import PlanReplaced, is_let_go, read_plan
+from airflow_cortex_training.run_folder import PlanReplaced, end_run, is_let_go, read_plan
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.engine import STOP_S, EngineRun
 from airflow_cortex_training.triggers.events import Status, event
@@ -167,15 +167,12 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         await kill.unbroken(self._cancel())
 
     async def _cancel(self) -> None:
-        from cortex_training.training import cancel_jobs
-
         if self._run is not None:
             # Its last act may be to create a replacement; cancelling before that would miss it.
             self._run.ask_to_stop()
             await self._run.ended(STOP_S)
         if not await kill.may_cancel(self.task_instance, self.root, self.generation):
             return
-        client = await CortexTrainingHook.for_target(Target(**self.target)).get_async_client()
-        async with client:
-            cancelled = await cancel_jobs(self.root, client)
+        settings = await CortexTrainingHook.for_target(Target(**self.target)).asettings()
+        cancelled = await asyncio.to_thread(end_run, settings, self.root)
         self.log.info("cancelled %s: the task was ended by a user", ", ".join(cancelled) or "nothing, no job was left")
