@@ -62,6 +62,10 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The publication command as one file, for compute nodes that have Python and nothing else.
+cortex-publish.pyz: $(VENV)/.ready $(wildcard cortex_training/publication/*.py) cortex_training/errors.py cortex_training/paths.py
+	$(BIN)/python -m cortex_training.publication.onefile $@
+
 dist: $(VENV)/.ready
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --outdir dist providers/airflow

@@ -16,6 +16,7 @@ from cortex_training.cli import (
     checkpoints,
     jobs,
     operations,
+    publication,
     runs,
     sampling,
     serve,
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_global_flags(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (jobs, training, sampling, checkpoints, operations, artifacts, runs, serve, upkeep):
+    for group in (jobs, training, sampling, checkpoints, operations, artifacts, publication, runs, serve, upkeep):
         group.add_parsers(commands)
     return parser
 
