@@ -7,6 +7,7 @@ Results go to standard output; everything else to standard error, each line star
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import select
@@ -18,40 +19,58 @@ from collections.abc import Iterator, Sequence
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication.arguments import USAGE, Arguments, HelpWanted, UsageError, read_arguments, read_step
 from cortex_training.publication.entries import Entry
-from cortex_training.publication.errors import PublicationError, RootError, SaveError
+from cortex_training.publication.errors import CredentialsError, PublicationError, RootError, SaveError, StoreError
 from cortex_training.publication.frameworks import FRAMEWORKS
 from cortex_training.publication.log import PublicationLog
 from cortex_training.publication.probe import probe
 from cortex_training.publication.prune import prune
 from cortex_training.publication.roots import open_store
 from cortex_training.publication.store import Store
-from cortex_training.publication.urls import S3Location, parse_root, parse_s3
+from cortex_training.publication.time_limit import OutOfTime, time_limit
+from cortex_training.publication.urls import S3Location, absolute, parse_root, parse_s3
 from cortex_training.publication.watch import Watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Paths leave as the bytes they are, whatever the locale: a script hands them on to the trainer.
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
     try:
-        arguments = read_arguments(sys.argv[1:] if argv is None else argv, os.environ)
-        _VERBS[arguments.verb](arguments)
-        sys.stdout.flush()
-    except HelpWanted:
-        print(USAGE, end="")
+        _run(sys.argv[1:] if argv is None else argv)
     except UsageError as problem:
         _note(f"{problem}\n{USAGE.rstrip()}")
         return 2
     except (PublicationError, ConfigurationError) as problem:
         _note(str(problem))
         return 1
-    except KeyboardInterrupt:
-        _note("interrupted")
-        return 1
-    except BrokenPipeError:
-        _note("nobody reads standard output any more")
+    except _OutputLost as problem:
+        _note(str(problem))
         # Or the interpreter's own last flush would fail, with words and a status of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        _note("interrupted")
+        return 1
     return 0
+
+
+def _run(argv: Sequence[str]) -> None:
+    try:
+        arguments = read_arguments(argv, os.environ)
+    except HelpWanted:
+        _say(USAGE.rstrip())
+        return
+    # A watch has a limit per scan, and a directory none but for a watch's last scan.
+    whole = arguments.creds is not None and arguments.verb != "watch"
+    try:
+        with time_limit(arguments.timeout_s if whole else math.inf):
+            _VERBS[arguments.verb](arguments)
+    except OutOfTime:
+        raise StoreError(
+            f"store: {arguments.verb} {arguments.checkpoint}: not done within {arguments.timeout_s:g} s; "
+            "see whether the store answers, or raise -timeout"
+        ) from None
 
 
 def _resolve(arguments: Arguments) -> None:
@@ -82,6 +101,7 @@ def _watch(arguments: Arguments) -> None:
             interval_s=arguments.interval_s,
             scan_timeout_s=math.inf if isinstance(place, str) else arguments.timeout_s,
             last_timeout_s=arguments.timeout_s,
+            bounded=time_limit,
         )
 
 
@@ -131,14 +151,20 @@ def _open(arguments: Arguments) -> Store:
     deadline = time.monotonic() + arguments.timeout_s
     # A watch outlives credentials and has a limit per scan; the other verbs are one piece of work.
     watching = arguments.verb == "watch"
-    store = open_store(
-        arguments.checkpoint,
-        arguments.creds,
-        proxy=arguments.proxy,
-        timeout_s=arguments.timeout_s,
-        renews=watching,
-        notes=_note,
-    )
+    try:
+        with time_limit(arguments.timeout_s if arguments.creds is not None else math.inf):
+            store = open_store(
+                arguments.checkpoint,
+                arguments.creds,
+                proxy=arguments.proxy,
+                timeout_s=arguments.timeout_s,
+                renews=watching,
+                notes=_note,
+            )
+    except OutOfTime:
+        raise CredentialsError(
+            f"credentials: {arguments.creds}: no answer from the sources within {arguments.timeout_s:g} s"
+        ) from None
     return store if watching else store.until(deadline)
 
 
@@ -154,7 +180,7 @@ def _saves(arguments: Arguments, place: str | S3Location) -> str:
 def _below(place: str | S3Location, spelled: str) -> str:
     """A path or an s3:// URL below the root, as a path relative to it. Raises SaveError."""
     if isinstance(place, str):
-        root, path = place, os.path.abspath(spelled)
+        root, path = place, absolute(spelled)
     else:
         root = place.url
         try:
@@ -216,8 +242,17 @@ def _say_published(entry: Entry) -> None:
     _say(f"published {entry.name} ({_described(entry)})")
 
 
+class _OutputLost(Exception):
+    """Standard output takes no more: nobody reads it, or the disk it goes to is full."""
+
+
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise _OutputLost("nobody reads standard output any more") from None
+    except OSError as problem:
+        raise _OutputLost(f"write to standard output: {problem.strerror}") from None
 
 
 def _note(text: str) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Iterator
 
 from cortex_training.publication.errors import StoreError
 from cortex_training.publication.log import PUBLICATIONS
 from cortex_training.publication.store import Store
+from cortex_training.publication.time_limit import OutOfTime
+
+# What a probe that failed, perhaps for being out of time, still has to remove its object.
+_TIDY_UP_S = 5.0
 
 
 def probe(store: Store) -> None:
@@ -19,9 +24,9 @@ def probe(store: Store) -> None:
     """
     name = f".cortex-probe-{secrets.token_hex(12)}"
     data = secrets.token_bytes(32)
-    with _step("write"):
-        store.write(name, data)
     try:
+        with _step("write"):
+            store.write(name, data)
         with _step("read"):
             _read_back(store, name, data)
         with _step("conditional write"):
@@ -33,8 +38,8 @@ def probe(store: Store) -> None:
         with _step("list"):
             store.listing(PUBLICATIONS)
     except BaseException:
-        with contextlib.suppress(StoreError):
-            store.remove(name)
+        with contextlib.suppress(StoreError, OutOfTime):
+            store.until(time.monotonic() + _TIDY_UP_S).remove(name)
         raise
     with _step("delete"):
         store.remove(name)
@@ -55,3 +60,5 @@ def _step(name: str) -> Iterator[None]:
         yield
     except StoreError as problem:
         raise StoreError(f"store: probe: {name}: {str(problem).removeprefix('store: ')}") from None
+    except OutOfTime:
+        raise StoreError(f"store: probe: {name}: no end of it within the time limit") from None

@@ -42,7 +42,7 @@ class S3Store:
     """Records under ``s3://bucket/prefix``. Raises StoreError (Refused when the store answered), CredentialsError.
 
     Requests the store may have missed are sent again until `timeout_s` after the call began, or until `deadline`
-    (monotonic) where that is set.
+    (monotonic) where that is set; after it, no request is sent at all.
     """
 
     location: S3Location
@@ -164,6 +164,8 @@ class S3Store:
             yield page
             if not page.get("IsTruncated"):
                 return
+            if "NextContinuationToken" not in page:
+                raise StoreError(f"store: list {self.root}: the answer is cut short and does not say where to go on")
             arguments["ContinuationToken"] = page["NextContinuationToken"]
 
     def _delete(self, keys: Sequence[str]) -> None:
@@ -209,13 +211,16 @@ class S3Store:
 
     def _request(self, operation: str, name: str | None, **arguments: Any) -> Mapping[str, Any]:
         if name is None:
-            return self._send(operation, arguments, f"{self.root}/{arguments.get('Prefix', '')}")
+            return self._send(operation, arguments, f"s3://{self.location.bucket}/{arguments.get('Prefix', '')}")
         return self._send(operation, {"Key": self._key(name), **arguments}, self.locate(name))
 
     def _send(self, operation: str, arguments: Mapping[str, Any], what: str) -> Mapping[str, Any]:
         """Send one request until it is answered, refused for good, or out of time. Credentials are renewed once."""
         ends = self.deadline if self.deadline is not None else time.monotonic() + self.timeout_s
         doing = f"store: {operation.replace('_', ' ')} {what}"
+        # A prune is thousands of requests, and none of them need fail for its time to be over.
+        if time.monotonic() >= ends:
+            raise StoreError(f"{doing}: not sent, as the time limit has passed")
         renewed = False
         for attempt in itertools.count():
             client = self.connection.client
@@ -266,9 +271,14 @@ class _NoReply(Exception):
 
 def _read_body(reply: Mapping[str, Any], doing: str) -> bytes:
     with contextlib.closing(reply["Body"]) as body:
-        if reply["ContentLength"] > MAX_RECORD_BYTES:
+        # A store may announce no length, so what comes is counted too.
+        announced = reply.get("ContentLength") or 0
+        data = b"" if announced > MAX_RECORD_BYTES else bytes(body.read(MAX_RECORD_BYTES + 1))
+        if max(announced, len(data)) > MAX_RECORD_BYTES:
             raise StoreError(f"{doing}: it is larger than {MAX_RECORD_BYTES} bytes; a record is never that large")
-        return bytes(body.read())
+        # At its end the body is compared with the length that was announced: a torn one is no record.
+        body.read()
+        return data
 
 
 def _refusal(response: Mapping[str, Any], doing: str) -> Refused:

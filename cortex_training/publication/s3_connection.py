@@ -47,7 +47,7 @@ class Connection:
         self._lock = threading.Lock()
         self.notes = notes
         self._credentials, self.source = resolve(sources)
-        self.client = self._make_client(self._credentials)
+        self.client = self._make_client(self._credentials, self.source)
 
     def renewed(self, refused_client: Any, code: str) -> bool:
         """Resolve the sources again after a refusal; False when that is not to be done for this connection.
@@ -66,43 +66,48 @@ class Connection:
                     f"credentials: {source} now names endpoint {fresh.endpoint or 'of AWS'}, region {fresh.region}; "
                     f"this run began at {self._credentials.endpoint or 'AWS'}, region {self._credentials.region}"
                 )
-            self.client = self._make_client(fresh)
+            self.client = self._make_client(fresh, source)
             self._credentials, self.source = fresh, source
             self.notes(f"credentials: using {source}")
             return True
 
-    def _make_client(self, credentials: Credentials) -> Any:
+    def _make_client(self, credentials: Credentials, source: str) -> Any:
         botocore_session, config_class = _import_botocore()
+        config = config_class(
+            signature_version="s3v4",
+            s3={
+                "addressing_style": "path",
+                "us_east_1_regional_endpoint": "regional",
+                "use_accelerate_endpoint": False,
+                "use_dualstack_endpoint": False,
+                "use_arn_region": False,
+            },
+            # An empty mapping means no proxy; None would mean the environment's.
+            proxies={"http": self._proxy, "https": self._proxy} if self._proxy else {},
+            # Once: `S3Store._request` knows which errors may be sent again, and until when.
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            connect_timeout=min(10.0, self._read_timeout_s),
+            read_timeout=self._read_timeout_s,
+            ignore_configured_endpoint_urls=True,
+            # The checksums newer clients add by default are unknown to many compatible stores.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
         with quiet_libraries():
-            client = _blind_session(botocore_session).create_client(
-                "s3",
-                region_name=credentials.region,
-                endpoint_url=credentials.endpoint,
-                aws_access_key_id=credentials.access_key_id,
-                aws_secret_access_key=credentials.secret_access_key,
-                aws_session_token=credentials.session_token,
-                verify=True,
-                config=config_class(
-                    signature_version="s3v4",
-                    s3={
-                        "addressing_style": "path",
-                        "us_east_1_regional_endpoint": "regional",
-                        "use_accelerate_endpoint": False,
-                        "use_dualstack_endpoint": False,
-                        "use_arn_region": False,
-                    },
-                    # An empty mapping means no proxy; None would mean the environment's.
-                    proxies={"http": self._proxy, "https": self._proxy} if self._proxy else {},
-                    # Once: `S3Store._request` knows which errors may be sent again, and until when.
-                    retries={"total_max_attempts": 1, "mode": "standard"},
-                    connect_timeout=min(10.0, self._read_timeout_s),
-                    read_timeout=self._read_timeout_s,
-                    ignore_configured_endpoint_urls=True,
-                    # The checksums newer clients add by default are unknown to many compatible stores.
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required",
-                ),
-            )
+            try:
+                client = _blind_session(botocore_session).create_client(
+                    "s3",
+                    region_name=credentials.region,
+                    endpoint_url=credentials.endpoint,
+                    aws_access_key_id=credentials.access_key_id,
+                    aws_secret_access_key=credentials.secret_access_key,
+                    aws_session_token=credentials.session_token,
+                    verify=True,
+                    config=config,
+                )
+            except ValueError as problem:
+                # A host or a region that is spelled as the library will not have it, an underscore in a name for one.
+                raise CredentialsError(f"credentials: {source}: endpoint or region: {problem}") from None
         client.meta.events.register("before-call.s3.DeleteObjects", _add_content_md5)
         client.meta.events.register_last("before-parameter-build.s3", _stay_in_region)
         return client

@@ -46,7 +46,17 @@ def parse_root(text: str | os.PathLike[str]) -> str | S3Location:
         )
     if not spelled or "\x00" in spelled:
         raise RootError(f"root {spelled!r}: not a path; a root is a directory or s3://BUCKET/PREFIX")
-    return os.path.abspath(spelled)
+    return absolute(spelled)
+
+
+def absolute(path: str) -> str:
+    """A path made absolute against the working directory. Raises RootError when that is gone."""
+    try:
+        return os.path.abspath(path)
+    except OSError as problem:
+        raise RootError(
+            f"{path!r} is relative, and the working directory is not there ({problem.strerror}); give an absolute path"
+        ) from None
 
 
 def parse_s3(url: str) -> S3Location:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from cortex_training.publication.entries import Entry
 from cortex_training.publication.errors import SaveError, SaveGone, StoreError
@@ -35,12 +37,21 @@ class Watch:
         interval_s: float,
         scan_timeout_s: float = math.inf,
         last_timeout_s: float = math.inf,
+        bounded: Callable[[float], AbstractContextManager[None]] = lambda seconds: contextlib.nullcontext(),
     ) -> None:
-        """Scan every `interval_s` until `stop` says so, then once more: the last save may just have been completed."""
-        self.scan(published, scan_timeout_s)
+        """Scan every `interval_s` until `stop` says so, then once more: the last save may just have been completed.
+
+        Each scan is made in ``bounded(its time limit)``, for those who can stop one that hangs.
+        """
+
+        def scan(timeout_s: float) -> None:
+            with bounded(timeout_s):
+                self.scan(published, timeout_s)
+
+        scan(scan_timeout_s)
         while not stop(interval_s):
-            self.scan(published, scan_timeout_s)
-        self.scan(published, last_timeout_s)
+            scan(scan_timeout_s)
+        scan(last_timeout_s)
 
     def scan(self, published: Published, timeout_s: float = math.inf) -> None:
         """Look once: publish each complete save that is not published yet, and call `published` for every new entry.

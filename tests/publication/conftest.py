@@ -1,4 +1,9 @@
-"""Real stores for the publication tests: a directory, and an S3-compatible server that checks signatures."""
+"""Real stores for the publication tests: a directory, and S3-compatible servers.
+
+moto runs in a process of its own, from the environment the tests run in: its pins were resolved together with the
+others, and a second environment would cost every fresh clone 140 MB. rclone is no package one imports, and has a folder
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,16 @@ from pathlib import Path
 import pytest
 
 from cortex_training.publication import PosixStore, Store, open_store
-from tests.publication.servers import REGION, FaultHandler, FaultProxy, S3Server, free_port, serving, write_secret
+from tests.publication.servers import (
+    REGION,
+    FaultHandler,
+    FaultProxy,
+    S3Server,
+    free_port,
+    installed_rclone,
+    serving,
+    write_secret,
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +57,30 @@ def s3_server() -> Iterator[S3Server]:
             iam.put_user_policy(UserName="tester", PolicyName="all", PolicyDocument=policy)
             key = iam.create_access_key(UserName="tester")["AccessKey"]
             yield S3Server(port, key["AccessKeyId"], key["SecretAccessKey"])
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def careless_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """``rclone serve s3``: it checks signatures, takes conditional writes, and ignores the condition."""
+    try:
+        rclone = installed_rclone()
+    except subprocess.CalledProcessError as problem:
+        pytest.skip(f"rclone cannot be installed: {problem.stderr.strip().splitlines()[-1:]}")
+    port = free_port()
+    server = S3Server(port, "AKIATESTTEST", "SECRETSECRET")
+    keys = f"{server.access_key_id},{server.secret_access_key}"
+    folder = tmp_path_factory.mktemp("rclone")
+    command = [str(rclone), "serve", "s3", "--auth-key", keys, "--addr", f"127.0.0.1:{port}", str(folder)]
+    # No configuration of whoever runs the tests.
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "RCLONE_CONFIG": str(folder / "none")}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            _wait_for_port(port, process)
+            yield server
         finally:
             process.terminate()
             process.wait(20)

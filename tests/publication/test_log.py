@@ -1,9 +1,10 @@
 import json
+import os
 
 import pytest
 
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import LogError, PublicationLog, SaveGone, Store
+from cortex_training.publication import LogError, PosixStore, PublicationLog, SaveGone, Store, prune
 from tests.publication.servers import put_save
 
 
@@ -34,6 +35,18 @@ def test_a_late_publication_of_an_older_epoch_is_never_the_latest(log: Publicati
     latest = log.latest()
     assert latest is not None
     assert latest.save == new
+
+
+def test_no_clock_has_a_say(posix_store: PosixStore) -> None:
+    log = PublicationLog(posix_store)
+    for step in (1, 2, 3):
+        entry, _ = log.publish(put_save(posix_store, f"exec/a/{step}"), 1, step)
+        for name in (f"pub/{entry.name}", entry.save, f"{entry.save}/weights.safetensors"):
+            os.utime(posix_store.locate(name), (2_000_000_000 - step, 2_000_000_000 - step))
+    latest = log.latest()
+    assert latest is not None
+    assert latest.step == 3
+    assert prune(log, 1) == ["exec/a/1", "exec/a/2"]
 
 
 def test_of_two_saves_of_one_step_the_greater_name_counts(log: PublicationLog) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from cortex_training.publication import (
     Watch,
     prune,
 )
+from tests.publication.crashes import killed_at_each_call
 from tests.publication.servers import put_save
 
 
@@ -298,51 +298,33 @@ def test_a_link_swapped_in_at_any_moment_never_lets_prune_out(
 
 # --- crashes --------------------------------------------------------------------------------------------------------
 
-KILLED_PRUNE = """
-import os, signal, sys
-from cortex_training.publication import PublicationLog, prune, removal
-root, point = sys.argv[1:]
-log = PublicationLog(root)
-count = 0
-unlink, rmdir = os.unlink, os.rmdir
-def counted(call):
-    def wrapped(*arguments, **options):
-        global count
-        if count == int(point):
-            os.kill(os.getpid(), signal.SIGKILL)
-        count += 1
-        return call(*arguments, **options)
-    return wrapped
-os.unlink, os.rmdir = counted(unlink), counted(rmdir)
-prune(log, 1)
+PRUNE = """
+from cortex_training.publication import PublicationLog, prune
+def work(root):
+    prune(PublicationLog(root), 1)
 """
 
 
 def test_killed_at_any_moment_prune_leaves_no_entry_without_its_save(tmp_path: Path) -> None:
     """Also no half-removed save that a watch would take for a complete one."""
-    killed = 0
-    for point in range(40):
-        root = tmp_path / f"root-{point}"
+    roots = [tmp_path / f"root-{point}" for point in range(20)]
+    for root in roots:
         root.mkdir()
-        store = PosixStore(root)
-        log = PublicationLog(store)
+        log = PublicationLog(root)
         for step in (1, 2, 3):
             save = publish(log, f"exec/a/checkpoint-{step}", 1, step)
-            for number in range(3):
-                store.write(f"{save}/shard-{number}", b"x")
-            store.write(f"{save}/trainer_state.json", b'{"global_step": %d}' % step)
-        result = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(KILLED_PRUNE), str(root), str(point)], check=False
-        )
+            for name in ("shard-0", "shard-1", "shard-2"):
+                Path(log.store.locate(save), name).write_bytes(b"x")
+            Path(log.store.locate(save), "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    codes = killed_at_each_call(PRUNE, ["unlink", "rmdir"], roots)
+    # 2 entries; of each of 2 saves 2 markers that are not there, 5 files and the folder
+    assert codes == [-signal.SIGKILL] * 18 + [0]
+    for point, root in enumerate(roots[: len(codes)]):
+        log = PublicationLog(root)
         for entry in log.entries():
-            assert len(store.listing(entry.save).files) == 5, f"killed at {point}: {entry.save} is not whole"
+            assert len(log.store.listing(entry.save).files) == 5, f"killed at {point}: {entry.save} is not whole"
         assert saves(log)[-1] == "exec/a/checkpoint-3"
         Watch(log, FRAMEWORKS["hf"], "exec/a", 2).scan(lambda entry: None)
         for entry in log.entries():
-            assert len(store.listing(entry.save).files) == 5, f"killed at {point}: {entry.save} was published in parts"
-        if result.returncode == 0:
-            break
-        assert result.returncode == -signal.SIGKILL
-        killed += 1
-    assert killed == 18  # 2 entries; of each of 2 saves 2 markers that are not there, 5 files and the folder
-    assert os.listdir(root / "exec" / "a") == ["checkpoint-3"]
+            assert len(log.store.listing(entry.save).files) == 5, f"killed at {point}: {entry.save} came in parts"
+    assert os.listdir(roots[18] / "exec" / "a") == ["checkpoint-3"]

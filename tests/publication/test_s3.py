@@ -310,6 +310,24 @@ def test_a_proxy_is_used_when_it_is_named(s3_root: str, creds: str, faults: Faul
     assert faults.seen[0][1].startswith(f"{s3_server.endpoint}/ckpts-")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("endpoint", "http://my_store:9000"),
+        ("endpoint", "http://-store-:9000"),
+        ("endpoint", "http://" + "x" * 64),
+        ("region", "-x"),
+    ],
+)
+def test_an_endpoint_the_library_cannot_use_is_the_sources_fault(
+    s3_root: str, creds: str, tmp_path: Path, field: str, value: str
+) -> None:
+    write_secret(tmp_path / "creds", **{field: value})
+    with pytest.raises(CredentialsError, match=f"^credentials: {creds}: endpoint or region: ") as raised:
+        open_store(s3_root, creds)
+    assert value in str(raised.value)
+
+
 @pytest.mark.parametrize("proxy", ["socks5://x", "http://u:p@x", "http://x/path", "http://x?q", "x:80", "http://", ""])
 def test_a_malformed_proxy_is_refused(s3_root: str, creds: str, proxy: str) -> None:
     with pytest.raises(ConfigurationError, match="proxy"):
@@ -379,6 +397,30 @@ def test_a_batch_of_deletes_carries_the_checksum_every_store_knows(faults: Fault
     put_save(faulty_store, SAVE)
     faulty_store.remove_folder(SAVE)
     assert [headers["Content-MD5"] for headers in faults.headers if "Content-MD5" in headers]
+
+
+def test_a_listing_that_does_not_say_how_to_go_on_is_an_error(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest could be on the page nobody can ask for."""
+    monkeypatch.setattr(type(s3_store), "_perform", lambda *arguments: {"IsTruncated": True})
+    with pytest.raises(StoreError, match="does not say where to go on"):
+        s3_store.names("pub")
+
+
+def test_an_object_of_unannounced_length_is_read_up_to_the_limit(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_store.write("exec/a/state", b"x" * 11)
+    client = s3_store.connection.client  # type: ignore[attr-defined]
+    get = client.get_object
+
+    def unannounced(**arguments: object) -> object:
+        return {name: value for name, value in get(**arguments).items() if name != "ContentLength"}
+
+    monkeypatch.setattr(client, "get_object", unannounced)
+    assert s3_store.read("exec/a/state") == b"x" * 11
+    monkeypatch.setattr("cortex_training.publication.s3.MAX_RECORD_BYTES", 10)
+    with pytest.raises(StoreError, match="larger than 10 bytes"):
+        s3_store.read("exec/a/state")
 
 
 def test_a_key_that_was_not_deleted_is_an_error(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
