@@ -86,7 +86,8 @@ class ApiError(CortexTrainingError, requests.HTTPError):
         response: requests.Response | None = None,
     ) -> None:
         said = message or "no message"
-        text = f"{method} {path} was answered {status}{f' [{code}]' if code else ''}: {said}".strip()
+        coded = f" [{code}]" if code and code != str(status) else ""
+        text = f"{method} {path} was answered {status}{coded}: {said}".strip()
         if advice:
             text += f" {advice}"
         if request_id:

@@ -126,7 +126,7 @@ def _compare_clocks(options: argparse.Namespace) -> str:
             f"this machine's clock is {abs(skew_s):.0f} s {direction} the service's: deadlines and key-pair tokens "
             "will be wrong; set the clock (NTP)"
         )
-    return f"{skew_s:+.0f} s"
+    return f"{round(skew_s):+d} s"
 
 
 def run_sweep(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ expired session                       renew once, again        renew once, again
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -36,9 +37,10 @@ from cortex_training.errors import (
     TransportError,
 )
 from cortex_training.protocol.context import Context
-from cortex_training.protocol.messages import Flow, Kind, Request, Response, TransportFault
-from cortex_training.protocol.messages import Sleep as Sleep
+from cortex_training.protocol.messages import Flow, Kind, Request, Response, Sleep, TransportFault, computed
 from cortex_training.protocol.refusals import api_error, is_session_expired, is_zone_restarting, was_not_accepted
+
+_log = logging.getLogger("cortex_training")
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 10.0
@@ -88,6 +90,7 @@ def exchange(
     lost_reply = renewed = False
     while True:
         answer: Response | TransportFault = yield _bounded(context, request, deadline, failure)
+        _log.debug("%s %s: %s", request.method, request.path, answer)
         if isinstance(answer, Response) and 200 <= answer.status < 300:
             context.saw_ids(request.names)
             return answer
@@ -122,11 +125,12 @@ def exchange_json(
     """The JSON object in the answer to `request`; raises as `exchange`, and `ProtocolError` for anything else."""
     response = yield from exchange(context, request, deadline=deadline, budget_s=budget_s)
     try:
-        return response.json_object(request)
+        reply = yield from computed(lambda: response.json_object(request), len(response.body))
     except ProtocolError as error:
         if request.kind is Kind.AT_MOST_ONCE:
             raise outcome_unknown(request, str(error)) from error
         raise
+    return reply
 
 
 def required_text(request: Request, reply: dict[str, Any], key: str) -> str:

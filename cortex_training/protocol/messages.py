@@ -91,6 +91,9 @@ class Response:
     renewable: bool = False
     """Whether that credential can be replaced when it has expired."""
 
+    def __str__(self) -> str:
+        return f"{self.status}, {len(self.body)} bytes, snowflake request id {self.request_id or 'none'}"
+
     @property
     def request_id(self) -> str:
         return self.headers.get("x-snowflake-request-id", "")
