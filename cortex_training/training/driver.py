@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cortex_training.errors import (
     ApiError,
     AuthError,
+    ChunkGroupError,
     JobFailed,
     NotFoundError,
     OutcomeUnknown,
@@ -205,6 +206,11 @@ class Driver:
             if not isinstance(error, SendRefused):
                 self.tell("recover", message=f"{op} of step {step}: {error}")
                 await asyncio.sleep(1.0)
+        except ChunkGroupError as error:
+            # The workers lost batches, or hold others under these names: nobody knows which gradients they have.
+            reason = f"{op} of step {step} on job {segment.job_id}: {error}"
+            await self.record("ended", {"reason": reason})
+            raise SegmentLost(reason) from error
         except ApiError as error:
             # Any other answer is a refusal of the service: the call was not executed.
             await self.record("outcome", {"intent": operation.number, "status": "refused"})
@@ -300,9 +306,10 @@ def _may_still_be_sent(state: RunState) -> bool:
     """Whether the predecessor may be about to send: it neither released the run nor recorded an answer to its last
     intent.
     """
-    if state.current is None:
+    if state.current is None or not state.current.operations:
         return False
-    return any(o.status == "open" and o.request_id is None for o in state.current.operations)
+    last = state.current.operations[-1]
+    return last.status == "open" and last.request_id is None
 
 
 def loss_value(result: Mapping[str, Any]) -> float | str:

@@ -98,9 +98,10 @@ async def settle_step(driver: Driver, operation: Operation) -> int:
         await _close(driver, operation, "done", {"global_steps": found, "settled_by": saved["checkpoint_id"]})
         return expected
     if found == expected - 1:
-        await _close(driver, operation, "refused", {"settled_by": saved["checkpoint_id"]})
         base = Base(saved["checkpoint_id"], segment.job_id, step - 1, found)
+        # Before the step counts as refused: a crash in between must not let the next driver send it here again.
         await driver.record("rescued", {"base": asdict(base)})
+        await _close(driver, operation, "refused", {"settled_by": saved["checkpoint_id"]})
         raise SegmentLost(f"step {step} was sent and has not been executed; it may still land on job {segment.job_id}")
     raise SegmentLost(f"a save after step {step} has global_steps {found} where {expected} was expected")
 
@@ -119,6 +120,7 @@ async def save(driver: Driver, step: int) -> None:
                 await _close(driver, lost, "done", _saved(driver, found))
                 return
     saved, operation = await _save_now(driver, step)
+    await _require_expected_count(driver, operation, saved)
     await _close(driver, operation, "done", saved)
     driver.tell("save", step=step, message=f"checkpoint {saved['checkpoint_id']}")
 
@@ -273,6 +275,17 @@ async def _confirm_step(driver: Driver, operation: Operation, global_steps: int)
         )
     await _close(driver, operation, "done", {"global_steps": global_steps})
     return global_steps
+
+
+async def _require_expected_count(driver: Driver, operation: Operation, saved: dict[str, Any]) -> None:
+    """Refuse a save of weights that somebody else stepped too, e.g. a network that delivered a step twice."""
+    segment, found = driver.segment, saved["global_steps"]
+    if segment.offset is not None and found != operation.step + segment.offset:
+        await _close(driver, operation, "failed", saved)
+        raise SegmentLost(
+            f"a save after step {operation.step} has global_steps {found} where {operation.step + segment.offset} was "
+            "expected"
+        )
 
 
 def _open(driver: Driver, op: str, step: int) -> Operation:

@@ -27,8 +27,8 @@ async def recover(driver: Driver) -> None:
         await _begin(driver, base=None, reason="first start")
     elif driver.plan.job_id is not None and driver.plan.job_id != current.job_id:
         await _begin(driver, base=await base_of(driver, current), reason="the plan names another job")
-    elif current.ended:
-        raise SegmentLost(current.ended)
+    elif current.given_up is not None:
+        raise SegmentLost(current.given_up)
     await ensure_running(driver)
     unsettled = driver.segment.unsettled_step
     if unsettled is not None:

@@ -72,6 +72,16 @@ class Segment:
         return next((o for o in self.of("step") if o.status == "open" and o.step > self.confirmed_step), None)
 
     @property
+    def given_up(self) -> str | None:
+        """Why nobody may go on in this segment, also when the driver that found out died before it wrote ``ended``."""
+        if self.ended is not None:
+            return self.ended
+        if self.rescued is not None:
+            return f"step {self.rescued.step + 1} was sent and may still land on job {self.job_id}"
+        failed = next((o for o in self.of("step") if o.status == "failed"), None)
+        return f"step {failed.step} failed on job {self.job_id}" if failed else None
+
+    @property
     def loaded(self) -> bool:
         return any(o.status == "done" for o in self.of("load"))
 

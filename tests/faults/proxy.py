@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 DROP_BEFORE = "drop-before"
 DROP_AFTER = "drop-after"
 ANSWER = "answer"
 HOLD = "hold"
+TWICE = "twice"
+LATE = "late"
 
 _SESSION = web.AppKey("session", ClientSession)
 
@@ -34,6 +38,8 @@ class Rule:
     holding: threading.Event = field(default_factory=threading.Event)
     seen: int = 0
     before: Callable[[], None] | None = None
+    after: Callable[[dict[str, Any]], None] | None = None
+    delay_s: float = 1.0
 
     def applies(self, line: str) -> bool:
         if not re.search(self.pattern, line):
@@ -45,8 +51,11 @@ class Rule:
 class FaultProxy:
     """Forwards to `upstream` (a base URL) from a free loopback port; runs in a thread of its own.
 
-    ``drop-before`` closes the connection unforwarded, ``drop-after`` once the service has executed the request, ``answer`` replies
-    with `status` unforwarded, ``hold`` executes and keeps the reply back until `released` is set.
+    ``drop-before`` closes the connection unforwarded, ``drop-after`` once the service has executed the request,
+    ``answer`` replies with `status` unforwarded, ``hold`` executes and keeps the reply back until `released` is set,
+    ``twice`` forwards the request a second time behind the first, ``late`` closes the connection and forwards the
+    request `delay_s` seconds later. `before` is called before the request is forwarded, `after` with the service's
+    JSON answer before the client gets it. `upstream` may be changed at any time.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -57,6 +66,7 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._done = asyncio.Event()
+        self._late: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
 
     def __enter__(self) -> FaultProxy:
@@ -92,19 +102,42 @@ class FaultProxy:
             self.base_url = f"http://127.0.0.1:{port}"
             self._ready.set()
             await self._done.wait()
+            await asyncio.gather(*self._late)
             await runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         line = f"{request.method} {request.path}"
         self.lines.append(line)
         body = await request.read()
-        rule = next((r for r in self.rules if r.applies(line)), None)
-        if rule is not None and rule.before is not None:
-            await asyncio.get_running_loop().run_in_executor(None, rule.before)
-        if rule is not None and rule.action == DROP_BEFORE:
+        rule = next((r for r in self.rules if r.applies(line)), None) or Rule("", "forward")
+        if rule.before is not None:
+            await self._aside(rule.before)
+        if rule.action == DROP_BEFORE:
             return _hang_up(request)
-        if rule is not None and rule.action == ANSWER:
+        if rule.action == LATE:
+            task = self._loop.create_task(self._send_late(request, body, rule.delay_s))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+            return _hang_up(request)
+        if rule.action == ANSWER:
             return web.json_response(rule.body, status=rule.status, headers=rule.headers)
+        try:
+            status, payload, headers = await self._send(request, body)
+            if rule.action == TWICE:
+                await self._send(request, body)
+        except ClientError:
+            # The service is down or went down: what a gateway's client sees is a dead connection.
+            return _hang_up(request)
+        if rule.after is not None:
+            await self._aside(lambda: rule.after(json.loads(payload)))
+        if rule.action == DROP_AFTER:
+            return _hang_up(request)
+        if rule.action == HOLD:
+            rule.holding.set()
+            await self._aside(lambda: rule.released.wait(120))
+        return web.Response(status=status, body=payload, headers=headers)
+
+    async def _send(self, request: web.Request, body: bytes) -> tuple[int, bytes, dict[str, str]]:
         headers = {
             k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length", "connection")
         }
@@ -114,12 +147,15 @@ class FaultProxy:
         ) as answer:
             payload = await answer.read()
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
-        if rule is not None and rule.action == DROP_AFTER:
-            return _hang_up(request)
-        if rule is not None and rule.action == HOLD:
-            rule.holding.set()
-            await asyncio.get_running_loop().run_in_executor(None, rule.released.wait, 120)
-        return web.Response(status=answer.status, body=payload, headers=kept)
+        return answer.status, payload, kept
+
+    async def _send_late(self, request: web.Request, body: bytes, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        with contextlib.suppress(ClientError):
+            await self._send(request, body)
+
+    async def _aside(self, work: Callable[[], Any]) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 def _hang_up(request: web.Request) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from cortex_training.publication.log import PublicationLog
 from cortex_training.publication.save import SaveManifest
 from cortex_training.publication.store import PosixStore
 from cortex_training.training import RunFailed, RunInterrupted, Superseded, cancel_jobs, status
-from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE
+from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, TWICE
 
 
 def global_steps(records):
@@ -103,6 +103,25 @@ def test_a_storm_of_refusals_is_waited_out(undisturbed, runs, proxy, status_code
     proxy.add(r"/forward-backward$", ANSWER, skip=3, times=4, status=status_code, headers=headers)
     result = runs.run()
     assert result.segments == 1
+    assert losses(runs.root) == losses(undisturbed[0].root)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 5])
+def test_a_step_that_the_network_delivers_twice_is_noticed_and_nothing_of_it_published(undisturbed, runs, proxy, skip):
+    proxy.add(r"^POST .*/step$", TWICE, skip=skip)
+    result = runs.run()
+    assert result.segments == 2
+    store = PosixStore(runs.root)
+    for entry in PublicationLog(runs.root).entries():
+        assert SaveManifest.read(store, entry.save).global_steps == entry.step
+    assert losses(runs.root) == losses(undisturbed[0].root)
+
+
+def test_workers_that_keep_asking_for_a_batch_from_the_start_cost_their_job(undisturbed, runs, proxy):
+    code = {"code": "chunk_group_restart_required", "message": "restart from chunk 0"}
+    proxy.add(r"/forward-backward$", ANSWER, skip=5, times=2, status=409, body=code)
+    result = runs.run()
+    assert result.segments == 2
     assert losses(runs.root) == losses(undisturbed[0].root)
 
 

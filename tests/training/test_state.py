@@ -2,6 +2,7 @@
 
 import itertools
 
+from cortex_training.training.driver import _may_still_be_sent
 from cortex_training.training.journal import Record
 from cortex_training.training.state import replay
 
@@ -52,6 +53,34 @@ def test_a_refused_step_is_not_unsettled():
     story.operation("step", 1, "refused", request=False)
     assert story.state.current.unsettled_step is None
     assert story.state.current.confirmed_step == 0
+
+
+def test_a_rescued_segment_is_given_up_before_its_end_is_written():
+    story = Story()
+    story.segment()
+    story.operation("step", 1, "done", result={"global_steps": 1})
+    assert story.state.current.given_up is None
+    story.operation("step", 2, request=False)
+    story.add("rescued", base={**BASE, "step": 1, "global_steps": 1})
+    assert story.state.current.given_up == "step 2 was sent and may still land on job job"
+    story.add("ended", reason="lost")
+    assert story.state.current.given_up == "lost"
+
+
+def test_a_segment_whose_step_failed_is_given_up():
+    story = Story()
+    story.segment()
+    story.operation("step", 1, "failed")
+    assert story.state.current.given_up == "step 1 failed on job job"
+
+
+def test_only_the_last_intent_may_still_be_sent():
+    story = Story()
+    story.segment()
+    story.operation("forward_backward", 1, request=False)
+    assert _may_still_be_sent(story.state)
+    story.operation("forward_backward", 1, "done", result={"loss": 1.0})
+    assert not _may_still_be_sent(story.state)
 
 
 def test_a_segment_from_a_base_begins_at_the_bases_step():
