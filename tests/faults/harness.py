@@ -1,0 +1,183 @@
+"""Drivers in processes of their own, between them and the service a bad network, and the oracle after each of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cortex_training.datasets import Dataset, build_dataset
+from tests.faults.driver import Hit, Orders
+from tests.faults.oracle import Evidence, Wrong, check_end, check_so_far, name_of
+from tests.faults.proxy import FaultProxy
+from tests.faults.reference import Reference, train
+
+STEPS, MICRO_BATCHES, SAVE_EVERY, PEAK_RATE = 5, 2, 2, 3e-3
+REPOSITORY = Path(__file__).parents[2]
+MAX_SEQ_LEN = 96
+
+SUB_JOBS = [
+    {
+        "job_type": "training",
+        "model_name": "tiny",
+        "dtype": "float32",
+        "seed": 7,
+        "training_config": {
+            "optimizer": {"name": "AdamW", "lr": PEAK_RATE},
+            "max_seq_len": MAX_SEQ_LEN,
+            "train_batch_size": 2,
+            "n_gpus": 1,
+        },
+    },
+    {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": MAX_SEQ_LEN, "n_gpus": 1}},
+]
+
+
+@dataclass(frozen=True)
+class Material:
+    """A dataset of real sentences and what training on it must give."""
+
+    manifest: Path
+    reference: Reference
+
+    @classmethod
+    def make(cls, folder: Path, model_folder: Path) -> Material:
+        rows = [
+            {"prompt": f"What comes after {n}?", "completion": f"After {n} comes {n + 1}, and then comes {n + 2}."}
+            for n in range(60)
+        ]
+        build_dataset(rows, folder / "data", tokenizer=model_folder, max_seq_len=MAX_SEQ_LEN, seed=1)
+        manifest = folder / "data" / "manifest.json"
+        batches = Dataset.open(manifest).batches(2, MICRO_BATCHES, 0)
+        frames = {
+            (step, micro_batch): batches.frame(step, micro_batch)
+            for step in range(1, STEPS + 2)
+            for micro_batch in range(MICRO_BATCHES)
+        }
+        reference = train(model_folder, frames, steps=STEPS, micro_batches=MICRO_BATCHES, peak_rate=PEAK_RATE)
+        return cls(manifest, reference)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a driver's process ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        if self.code != 0:
+            raise Wrong(f"the driver ended with {self.code}:\n{self.err}")
+        document: dict[str, Any] = json.loads(self.out)
+        return document
+
+
+class Scene:
+    """One run on a root of its own, its service and its network."""
+
+    def __init__(self, folder: Path, service: Any, proxy: FaultProxy, material: Material) -> None:
+        self.service = service
+        self.proxy = proxy
+        self.material = material
+        self.root = folder / "run"
+        self.doubled = False
+        self.mistake: str | None = None
+        self.patience_s = 60.0
+        self._plan_file = folder / "plan.json"
+        self.write_plan()
+
+    def write_plan(self, **changes: Any) -> None:
+        plan = {
+            "root": str(self.root),
+            "dataset": str(self.material.manifest),
+            "steps": STEPS,
+            "micro_batch_size": 2,
+            "micro_batches_per_step": MICRO_BATCHES,
+            "save_every_steps": SAVE_EVERY,
+            "weight_sync_every_steps": SAVE_EVERY,
+            "learning_rate": {"schedule": "linear", "peak": PEAK_RATE},
+            "keep_publications": 10,
+            "max_replacements": 8,
+            "experiment_name": name_of(self.root),
+            "sub_jobs": copy.deepcopy(SUB_JOBS),
+            "patience_s": 30,
+            **changes,
+        }
+        self._plan_file.write_text(json.dumps(plan))
+
+    def start(self, *hits: Hit, trace: Path | None = None, window_s: float = 1.0) -> subprocess.Popen[str]:
+        orders = Orders(tuple(hits), str(trace) if trace else None, window_s, self.mistake)
+        environment = {**os.environ, "FAULTS": orders.to_environment(), "PYTHONPATH": str(REPOSITORY)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [
+            *(sys.executable, str(Path(__file__).with_name("driver.py"))),
+            *("--base-url", self.proxy.base_url, "--database", self.service.database),
+            *("--schema", self.service.schema, "train", str(self._plan_file)),
+        ]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
+        )
+
+    def wait(self, process: subprocess.Popen[str]) -> Ended:
+        """The end of a driver, checked: whatever it left behind must be right already."""
+        try:
+            out, err = process.communicate(timeout=self.patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise Wrong(f"the driver was not done after {self.patience_s:g} s") from None
+        self.check_so_far()
+        return Ended(process.returncode, out, err)
+
+    def drive(self, *hits: Hit, **options: Any) -> Ended:
+        return self.wait(self.start(*hits, **options))
+
+    def finish(self, drivers: int = 1) -> dict[str, Any]:
+        """Let a driver finish the run undisturbed, and check everything. `drivers` is how many starts it may take."""
+        ended = self.drive()
+        while ended.code != 0 and drivers > 1:
+            drivers -= 1
+            ended = self.drive()
+        result = ended.result
+        check_end(self.evidence, self.material.reference, self.service, result)
+        return result
+
+    def check_so_far(self) -> None:
+        if (self.root / "journal").exists():
+            check_so_far(self.evidence, self.material.reference, doubled=self.doubled)
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.root, self.service.execution_log())
+
+
+def wait_until_frozen(process: subprocess.Popen[str], timeout_s: float = 60.0) -> bool:
+    """Wait until a driver was stopped by its own SIGSTOP; False when it ended instead."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if found is not None:
+            return found.si_code == os.CLD_STOPPED
+        time.sleep(0.02)
+    raise Wrong("the driver did not come to the point where it was to be frozen")
+
+
+def wake(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGCONT)
+
+
+def passed(trace: Path) -> Sequence[tuple[str, int]]:
+    """The crash points that a driver passed, with the step they were about, in order."""
+    if not trace.exists():
+        return []
+    return [(point, step) for point, step in map(json.loads, trace.read_text().splitlines())]

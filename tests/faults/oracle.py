@@ -1,0 +1,242 @@
+"""What must hold of a run whatever happened to it, told from the run's files and from what the service executed.
+
+Nothing here asks the engine: the journal and the publications are read as the plain files that they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import load
+
+from cortex_training.identity import group_id
+from tests.faults.reference import Reference, Weights
+
+ENDED = {"cancelled", "terminated", "failed", "completed"}
+_ENTRY = re.compile(r"([0-9]{20})-([0-9]{20})-([A-Z2-7]+)")
+
+
+class Wrong(AssertionError):
+    """A rule that was broken."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    epoch: int
+    step: int
+    manifest: dict[str, Any]
+
+
+@dataclass
+class Lineage:
+    """One segment as the journal's plain records tell it; `open` are steps that may have been executed too."""
+
+    number: int
+    job_id: str
+    base: dict[str, Any] | None
+    confirmed: set[int] = field(default_factory=set)
+    open: set[int] = field(default_factory=set)
+
+    @property
+    def start(self) -> int:
+        return self.base["step"] if self.base else 0
+
+
+class Evidence:
+    """A run's root and the service's log and data, at one moment."""
+
+    def __init__(self, root: Path, log: list[dict[str, Any]]) -> None:
+        self.root = root
+        self.records = [json.loads(p.read_text()) for p in sorted((root / "journal").glob("[0-9]*"))]
+        self.numbers = [int(p.name) for p in sorted((root / "journal").glob("[0-9]*"))]
+        self.segments = _segments(self.numbers, self.records)
+        self.log = [r for r in log if r["job_id"] in {s.job_id for s in self.segments}]
+        self.publications = _publications(root)
+
+    def executed(self, op: str, job_id: str) -> list[dict[str, Any]]:
+        return [r for r in self.log if r["op"] == op and r["job_id"] == job_id]
+
+
+def check_so_far(evidence: Evidence, reference: Reference, *, doubled: bool = False) -> None:
+    """What holds at every moment, also right after a driver died. `doubled`: the network repeated a step."""
+    _journal_has_one_writer_at_a_time(evidence)
+    for number, segment in enumerate(evidence.segments):
+        if segment.number != number:
+            raise Wrong(f"segment {number} of the journal calls itself {segment.number}")
+        _steps_once(evidence, segment, doubled)
+        _batches_once(evidence, segment, reference, doubled)
+    for publication in evidence.publications:
+        _justified(evidence, publication, reference)
+
+
+def check_end(evidence: Evidence, reference: Reference, service: Any, result: dict[str, Any]) -> None:
+    """What holds when the last driver has finished the run."""
+    if result["steps"] != reference.steps:
+        raise Wrong(f"the run ended at step {result['steps']} of {reference.steps}")
+    latest = evidence.publications[-1] if evidence.publications else None
+    if latest is None or latest.step != reference.steps:
+        raise Wrong(f"the last step was not published; the latest publication is {latest}")
+    for publication in evidence.publications:
+        found = weights_of(service, publication.manifest)
+        _equal_weights(found, reference.weights[publication.step], f"published step {publication.step}")
+    _metrics(evidence, reference)
+    _nothing_alive(evidence, service)
+
+
+def weights_of(service: Any, manifest: dict[str, Any]) -> Weights:
+    """The weights of a checkpoint, exported by the service and fetched over HTTP."""
+    where = f"{service.url}/{manifest['job_id']}/checkpoints/{manifest['checkpoint_id']}:export"
+    answer = requests.post(where, timeout=30)
+    answer.raise_for_status()
+    link = next(f for f in answer.json()["files"] if f["filename"] == "model.safetensors")
+    return load(requests.get(link["url"], timeout=30).content)
+
+
+def replayed(evidence: Evidence, reference: Reference) -> int:
+    """Steps that were executed beyond the planned ones, according to the journal."""
+    return sum(max(s.confirmed | s.open, default=s.start) - s.start for s in evidence.segments) - reference.steps
+
+
+def _segments(numbers: list[int], records: list[dict[str, Any]]) -> list[Lineage]:
+    segments: list[Lineage] = []
+    steps: dict[int, int] = {}
+    for number, record in zip(numbers, records, strict=True):
+        if record["type"] == "segment":
+            segments.append(Lineage(record["segment"], record["job_id"], record["base"]))
+        elif record["type"] == "adopted":
+            segments[-1].job_id = record["job_id"]
+        elif record["type"] == "intent" and record["op"] == "step":
+            steps[number] = record["step"]
+            segments[-1].open.add(record["step"])
+        elif record["type"] == "outcome" and record["intent"] in steps:
+            step, result = steps[record["intent"]], record.get("result") or {}
+            if record["status"] == "done":
+                segments[-1].confirmed.add(step)
+            # One that a save settled may land afterwards, and one that answered a wrong count was executed.
+            if (not result.get("settled_by") and "global_steps" not in result) or record["status"] == "done":
+                segments[-1].open.discard(step)
+    return segments
+
+
+def _publications(root: Path) -> list[Publication]:
+    found = []
+    for path in sorted((root / "pub").glob("*")):
+        match = _ENTRY.fullmatch(path.name)
+        if match is None:
+            raise Wrong(f"pub/{path.name} is not an entry")
+        save = base64.b32decode(match[3] + "=" * (-len(match[3]) % 8)).decode()
+        manifest = json.loads((root / save / ".cortex-save.json").read_text())
+        found.append(Publication(int(match[1]), int(match[2]), manifest))
+    return found
+
+
+def _journal_has_one_writer_at_a_time(evidence: Evidence) -> None:
+    if evidence.numbers != list(range(1, len(evidence.numbers) + 1)):
+        raise Wrong(f"the journal has gaps: {evidence.numbers}")
+    epoch = 0
+    for number, record in zip(evidence.numbers, evidence.records, strict=True):
+        if record["type"] == "takeover":
+            if record["epoch"] <= epoch:
+                raise Wrong(f"record {number}: epoch {record['epoch']} took over from {epoch}")
+            epoch = record["epoch"]
+        elif record["epoch"] != epoch:
+            raise Wrong(f"record {number} ({record['type']}) is of epoch {record['epoch']}, and {epoch} has the run")
+
+
+def _steps_once(evidence: Evidence, segment: Lineage, doubled: bool) -> None:
+    begin = segment.base["global_steps"] if segment.base else 0
+    made = [r["global_steps"] - begin + segment.start for r in evidence.executed("step", segment.job_id)]
+    expected = list(range(segment.start + 1, segment.start + 1 + len(made)))
+    if made != expected:
+        raise Wrong(f"segment {segment.number} executed steps {made}, not {expected}")
+    certain = sorted(segment.confirmed)
+    if made[: len(certain)] != certain:
+        raise Wrong(f"segment {segment.number} confirmed steps {certain} and executed {made}")
+    beyond = len(made) - len(certain)
+    if beyond > len(segment.open) + doubled:
+        raise Wrong(f"segment {segment.number} executed {made}; confirmed are {certain}, open {sorted(segment.open)}")
+
+
+def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, doubled: bool) -> None:
+    """Every forward-backward is the one that the reference makes there, on the weights that it has there."""
+    names = {
+        group_id(segment.job_id, segment.number, step, micro_batch, attempt): (step, micro_batch)
+        for step, micro_batch in reference.losses
+        for attempt in range(4)
+    }
+    done: set[tuple[int, int]] = set()
+    step = segment.start
+    for record in evidence.log:
+        if record["job_id"] != segment.job_id:
+            continue
+        if record["op"] == "step":
+            step += 1
+            missing = {at for at in reference.losses if at[0] == step} - done
+            if missing and not doubled:
+                raise Wrong(f"segment {segment.number} stepped to {step} without micro-batches {sorted(missing)}")
+        if record["op"] != "forward-backward":
+            continue
+        at = names.get(record["chunk_group"])
+        if at is None:
+            raise Wrong(f"segment {segment.number} ran a batch under the unknown name {record['chunk_group']}")
+        if at in done:
+            raise Wrong(f"segment {segment.number} ran {at} twice")
+        done.add(at)
+        if at[0] != step + 1 and not doubled:
+            raise Wrong(f"segment {segment.number} ran {at} behind step {step}")
+        if record["frame_sha256"] != reference.frames[at]:
+            raise Wrong(f"segment {segment.number} sent another frame for {at}")
+        if record["loss"] != reference.losses[at]:
+            raise Wrong(f"segment {segment.number}: loss {record['loss']} for {at}, not {reference.losses[at]}")
+
+
+def _justified(evidence: Evidence, publication: Publication, reference: Reference) -> None:
+    """Published only once a finite loss was measured on these very weights."""
+    step, manifest = publication.step, publication.manifest
+    if manifest["global_steps"] != step:
+        raise Wrong(f"step {step} was published from a checkpoint with global_steps {manifest['global_steps']}")
+    if manifest["metrics"]["step"] != step or not math.isfinite(manifest["metrics"]["loss"]):
+        raise Wrong(f"the manifest of step {step} says {manifest['metrics']}")
+    name = group_id(manifest["job_id"], manifest["segment"], step + 1, 0)
+    names = {name, *(group_id(manifest["job_id"], manifest["segment"], step + 1, 0, a) for a in (1, 2, 3))}
+    if not any(r["chunk_group"] in names for r in evidence.log):
+        raise Wrong(f"step {step} was published before a loss was measured on its weights")
+    if manifest["metrics"]["loss"] not in (reference.losses[step + 1, 0], reference.mean_loss(step + 1)):
+        raise Wrong(f"step {step} was published with loss {manifest['metrics']['loss']}")
+
+
+def _equal_weights(found: Weights, expected: Weights, what: str) -> None:
+    for name, tensor in expected.items():
+        if not torch.equal(found[name], tensor):
+            raise Wrong(f"{what}: {name} differs by up to {(found[name] - tensor).abs().max():g}")
+
+
+def _metrics(evidence: Evidence, reference: Reference) -> None:
+    for path in evidence.root.glob("exec/*/metrics.jsonl"):
+        for row in map(json.loads, path.read_text().splitlines()):
+            if row["loss"] != reference.mean_loss(row["step"]):
+                raise Wrong(f"{path}: step {row['step']} has loss {row['loss']}")
+
+
+def _nothing_alive(evidence: Evidence, service: Any) -> None:
+    """No job of the run, and none that bears its name though the journal does not know it."""
+    jobs = requests.get(service.url, timeout=30).json()["jobs"]
+    ours = {s.job_id for s in evidence.segments}
+    for job in jobs:
+        mine = job["job_id"] in ours or job.get("experiment_name") == name_of(evidence.root)
+        if mine and job["status"] not in {*ENDED, "cancelling"}:
+            raise Wrong(f"job {job['job_id']} is still {job['status']}")
+
+
+def name_of(root: Path) -> str:
+    """The experiment name that a run on this root gives its jobs."""
+    return f"faults-{uuid.uuid5(uuid.NAMESPACE_URL, str(root))}"

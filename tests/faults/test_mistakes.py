@@ -1,0 +1,44 @@
+"""The suite tests itself: each planted mistake is caught by a schedule that an engine without it survives."""
+
+import pytest
+
+from tests.faults import test_lost_jobs, test_network, test_two_drivers
+from tests.faults.driver import KILL, Hit
+from tests.faults.mistakes import MISTAKES
+from tests.faults.proxy import DROP_AFTER, DROP_BEFORE
+
+pytestmark = pytest.mark.long
+
+
+def die_before_the_batch_behind_a_save(scene):
+    scene.drive(Hit("before record intent forward_backward", 3, KILL))
+    scene.finish()
+
+
+def lose_a_step(scene):
+    test_network.test_a_step_without_an_answer_is_settled_by_a_save(scene, DROP_BEFORE, 2, 2)
+
+
+SCHEDULES = {
+    "resend": lambda scene: test_network.test_a_step_without_an_answer_is_settled_by_a_save(scene, DROP_AFTER, 1, 2),
+    "takeover": lambda scene: scene.finish(),
+    "segment": lose_a_step,
+    "count": lambda scene: test_network.test_a_step_that_the_network_repeats_costs_its_job(scene, 1),
+    "early": die_before_the_batch_behind_a_save,
+    "dead": test_lost_jobs.test_a_job_that_ended_while_nobody_drove_is_replaced,
+    "window": test_two_drivers.test_a_driver_that_wakes_up_before_it_sends_sends_nothing,
+    "attempt": test_network.test_a_cancelled_batch_gets_a_new_name,
+}
+
+
+def test_every_mistake_has_a_schedule():
+    assert set(SCHEDULES) == set(MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(scene, mistake):
+    scene.mistake = mistake
+    scene.patience_s = 30
+    with pytest.raises(AssertionError) as caught:
+        SCHEDULES[mistake](scene)
+    print(f"{MISTAKES[mistake].what}: {caught.value}")
