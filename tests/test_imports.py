@@ -19,6 +19,7 @@ CLIENT = {
     "aio",
     "artifacts",
     "auth",
+    "conformance",
     "settings",
     "_network",
     "_sending",
