@@ -276,7 +276,7 @@ def wait_for_job(
         now = context.clock()
         if now >= deadline:
             raise _not_running(job_id, limit_s, state)
-        yield Sleep(min(pace.delay_s(now - started), deadline - now))
+        yield Sleep(pace.delay_within_s(now - started, deadline - now))
 
 
 def job_failed(job_id: str, job: Mapping[str, Any]) -> JobFailed:

@@ -25,6 +25,8 @@ _UNKNOWN_STEP = 0.25
 _SHORTEST_S = 0.02
 _FIRST_UNKNOWN_S = 0.05
 _JITTER = 0.05
+_LAST_LOOK = 0.9
+_TOO_LITTLE_S = 0.2
 
 
 class Durations:
@@ -86,6 +88,13 @@ class Pace:
         wanted = self._learned_delay_s(elapsed_s) if self.durations else self._growing_delay_s(elapsed_s)
         wanted *= 1.0 + _JITTER * (2.0 * self.random.random() - 1.0)
         return min(max(wanted, self.bounds.floor_s), self.bounds.ceiling_s)
+
+    def delay_within_s(self, elapsed_s: float, remaining_s: float) -> float:
+        """As `delay_s`, in a wait that ends in `remaining_s`: the last look comes shortly before the end, not never."""
+        wanted = self.delay_s(elapsed_s)
+        if wanted < remaining_s or self.bounds.multiplier is not None:
+            return min(wanted, remaining_s)
+        return _LAST_LOOK * remaining_s if remaining_s > _TOO_LITTLE_S else remaining_s
 
     def _fixed_delay_s(self, multiplier: float) -> float:
         first_s = self.bounds.shortest_s if self.bounds.shortest_s is not None else 0.5

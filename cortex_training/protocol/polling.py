@@ -199,7 +199,7 @@ def _pause(context: Context, wait: _Wait) -> Flow[None]:
     remaining_s = wait.deadline - context.clock()
     if remaining_s <= 0:
         raise wait.too_late()
-    yield Sleep(min(wait.pace.delay_s(wait.elapsed_s), remaining_s))
+    yield Sleep(wait.pace.delay_within_s(wait.elapsed_s, remaining_s))
 
 
 def _take_events(wait: _Wait, status: Mapping[str, Any]) -> Flow[bool]:
