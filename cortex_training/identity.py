@@ -1,7 +1,8 @@
 """Names that exist before the call they name.
 
-A caller that crashes between "decided to call" and "read the answer" can only find out what happened if the thing it asked for
-already had a name. So a job's id is written down before the job is created, and a forward-backward's id follows from what it is.
+A caller that crashes between "decided to call" and "read the answer" can only find out what happened if the thing it
+asked for already had a name. So a job's id is written down before the job is created, and a forward-backward's id
+follows from what it is.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def new_token() -> str:
 def group_id(job_id: str, segment: int, step: int, micro_batch: int, attempt: int = 0) -> str:
     """The ``chunk_group_id`` of one forward-backward.
 
-    The service runs a group at most once, so the id holds everything that makes an execution a new one: `segment` changes when
-    weights are reloaded or the job is replaced, `attempt` rises only after the service confirmed that the request failed or was
-    cancelled (a failed group keeps answering "failed" under its id).
+    The service runs a group at most once, so the id holds everything that makes an execution a new one: `segment`
+    changes when weights are reloaded or the job is replaced, `attempt` rises only after the service confirmed that
+    the request failed or was cancelled (a failed group keeps answering "failed" under its id).
 
     `step` counts from 1, `micro_batch` and `segment` from 0.
     """
