@@ -21,6 +21,7 @@ from prefect.states import Scheduled
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication import PublicationLog, SaveManifest
 from demo.prefect_server import PrefectServer
+from prefect_cortex_training.labels import PREFIX, jobs_in
 
 from .conftest import PAT
 from .execute_flow_run import load_flow
@@ -57,10 +58,10 @@ def steps_of(service: Any, job_id: str | None = None) -> list[int]:
 def jobs_of(flow_run_id: UUID) -> list[str]:
     with get_client(sync_client=True) as client:
         labels = client.read_flow_run(flow_run_id).labels
-    return [str(value) for key, value in labels.items() if key.startswith("cortex_training.job.")]
+    return [job.job_id for job in jobs_in({key.removeprefix(PREFIX): value for key, value in labels.items()})]
 
 
-def wait_until(condition: Callable[[], bool], what: str, patience_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, patience_s: float = 240.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {patience_s} s"

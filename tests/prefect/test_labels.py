@@ -18,8 +18,7 @@ from prefect_cortex_training.labels import (
     finished_key,
     job_key,
     jobs_in,
-    owner_key,
-    root_digest,
+    root_labels,
     roots_in,
 )
 
@@ -60,23 +59,23 @@ def test_outside_a_flow_run_the_reason_is_named() -> None:
 
 def test_jobs_and_roots_are_read_with_their_owners() -> None:
     labels = {
-        job_key("training", 0): "j0",
-        job_key("training", 10): "j10",
-        job_key("training", 2): "j2",
-        job_key("eval.v2", 0): "e0",
-        owner_key("j10"): "block",
+        job_key("training", 0, "j0"): "",
+        job_key("training", 10, "j10"): "block",
+        job_key("training", 2, "j2"): "block",
+        job_key("training", 2, "chosen.by.the.service"): "block",
+        job_key("eval", 0, "e0"): "",
         finished_key("j2"): True,
-        f"root.{root_digest('/runs/a')}": "/runs/a",
-        owner_key(root_digest("/runs/a")): "block",
-        "step.j0.1": "intent",
+        **root_labels("/runs/a", "block"),
+        "step.j0.1.abc": "intent",
     }
     jobs = jobs_in(labels)
     assert [(job.name, job.generation, job.job_id) for job in jobs] == [
-        ("eval.v2", 0, "e0"),
+        ("eval", 0, "e0"),
         ("training", 0, "j0"),
+        ("training", 2, "chosen.by.the.service"),
         ("training", 2, "j2"),
         ("training", 10, "j10"),
     ]
-    assert [job.credentials for job in jobs] == [None, None, None, "block"]
+    assert [job.credentials for job in jobs] == [None, None, "block", "block", "block"]
     assert [job.job_id for job in jobs if job.finished] == ["j2"]
     assert [(root.root, root.credentials) for root in roots_in(labels)] == [("/runs/a", "block")]

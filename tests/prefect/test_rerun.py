@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 
 from cortex_training.errors import (
     ApiError,
+    ConfigurationError,
     JobFailed,
     OutcomeUnknown,
     ProtocolError,
@@ -33,7 +34,7 @@ from prefect_cortex_training import (
 )
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
 from prefect_cortex_training.dispatch import run_to_end
-from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.labels import RunLabels, jobs_in
 
 from .scripted_service import ScriptedService
 
@@ -75,7 +76,7 @@ def test_the_job_id_is_written_down_before_the_job_is_created(service: ScriptedS
     seen: list[dict[str, Any]] = []
     service.before["create"] = lambda job_id: seen.append(labels())
     job_id = in_a_flow(lambda: create_job("block", SUB_JOBS))
-    assert seen == [{"job.training.0": job_id, f"owner.{job_id}": "block"}]
+    assert seen == [{f"job.training.0.{job_id}": "block"}]
 
 
 def test_a_living_job_is_used_again_whatever_became_of_the_results(
@@ -99,7 +100,9 @@ def test_a_job_that_failed_is_replaced_once_under_the_next_generation(service: S
     first, second, third, written = in_a_flow(body)
     assert second == third != first
     assert len(service.named("create")) == 2
-    assert (written["job.training.0"], written["job.training.1"]) == (first, second)
+    assert [key for key in written if key.startswith("job.")] == [
+        f"job.training.{n}.{j}" for n, j in enumerate((first, second))
+    ]
 
 
 def test_a_crash_between_label_and_create_leads_to_the_same_id(service: ScriptedService) -> None:
@@ -111,7 +114,7 @@ def test_a_crash_between_label_and_create_leads_to_the_same_id(service: Scripted
         service.before["create"] = crash
         with pytest.raises(RuntimeError):
             create_job("block", SUB_JOBS)
-        written = labels()["job.training.0"]
+        (written,) = [job.job_id for job in jobs_in(labels())]
         return written, create_job("block", SUB_JOBS)
 
     written, created = in_a_flow(body)
@@ -140,21 +143,40 @@ def test_the_id_that_the_service_answers_wins(service: ScriptedService) -> None:
         return ids
 
     assert in_a_flow(body) == ["chosen-by-the-service"] * 2
-    assert written[0]["job.training.0"] == "chosen-by-the-service"
-    assert written[0]["owner.chosen-by-the-service"] == "block"
+    assert written[0]["job.training.0.chosen-by-the-service"] == "block"
 
 
-def test_two_processes_of_one_flow_run_end_up_with_one_job(service: ScriptedService) -> None:
-    """The other one reads no label, as this one did, and writes its own over ours while our job is being created."""
+@pytest.mark.parametrize("rival", ["0-smaller", "z-greater"])
+@pytest.mark.parametrize("moment", ["claims", "has created"])
+def test_two_processes_of_one_flow_run_end_up_with_one_job(service: ScriptedService, rival: str, moment: str) -> None:
+    """The other one read no label, as this one did, and does the same while our job is being created."""
 
     def the_other(job_id: str) -> None:
-        service.after.clear()
-        service.jobs["rival"] = {"job_id": "rival", "status": "running"}
-        run_to_end(RunLabels(flow_run.id).write({"job.training.0": "rival"}))
+        service.before.clear()
+        run_to_end(RunLabels(flow_run.id).write({f"job.training.0.{rival}": "block"}))
+        if moment == "has created":
+            service.jobs[rival] = {"job_id": rival, "status": "running"}
 
-    service.after["create"] = the_other
-    assert in_a_flow(lambda: create_job("block", SUB_JOBS)) == "rival"
-    assert [job["status"] for job in service.jobs.values()] == ["cancelled", "running"]
+    def body() -> list[str]:
+        service.before["create"] = the_other
+        return [create_job("block", SUB_JOBS), create_job("block", SUB_JOBS)]
+
+    first, again = in_a_flow(body)
+    assert first == again
+    assert [job_id for job_id, job in service.jobs.items() if job["status"] == "running"] == [first]
+
+
+def test_a_claim_of_another_process_that_is_seen_in_time_decides_the_id(service: ScriptedService) -> None:
+    def body() -> list[str]:
+        run_to_end(RunLabels(flow_run.id).write({"job.training.0.theirs": "block"}))
+        return [create_job("block", SUB_JOBS)]
+
+    assert in_a_flow(body) == ["theirs"]
+
+
+def test_a_name_that_would_break_the_label_is_refused(service: ScriptedService) -> None:
+    with pytest.raises(ConfigurationError, match=r"name = 'a\.b'"):
+        in_a_flow(lambda: create_job("block", SUB_JOBS, name="a.b"))
 
 
 def test_several_jobs_of_one_run_have_names(service: ScriptedService) -> None:
@@ -189,14 +211,39 @@ def test_a_step_is_executed_once_although_its_result_is_lost(
 
 def test_the_intent_of_a_step_is_written_down_before_it_is_sent(service: ScriptedService) -> None:
     seen: list[Any] = []
-    service.before["step"] = lambda *_: seen.append(labels()["step.j.1"])
 
-    def body() -> Any:
+    def claims() -> list[Any]:
+        return [value for key, value in labels().items() if key.startswith("step.j.1.")]
+
+    def body() -> list[Any]:
+        service.before["step"] = lambda *_: seen.extend(claims())
         step("block", "j", seq=1, expected_global_step=1)
-        return labels()["step.j.1"]
+        return claims()
 
-    assert in_a_flow(body) == "r1"
+    assert in_a_flow(body) == ["r1"]
     assert seen == ["intent"]
+
+
+def test_of_two_processes_at_one_step_at_most_one_sends_it(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both read no claim; then the other one writes its own, and then we write ours."""
+    from prefect_cortex_training import submission
+
+    def claim_after_the_other() -> str:
+        run_to_end(RunLabels(flow_run.id).write({"step.j.1.theirs": "intent"}))
+        return "f" * 32
+
+    def body() -> None:
+        monkeypatch.setattr(submission, "new_token", claim_after_the_other)
+        with pytest.raises(OutcomeUnknown, match="another execution"):
+            step("block", "j", seq=1, expected_global_step=1)
+        run_to_end(RunLabels(flow_run.id).write({"step.j.1.theirs": "their-request"}))
+        service.results["their-request"] = {"global_steps": 1}
+        assert step("block", "j", seq=1, expected_global_step=1)["request_id"] == "their-request"
+
+    in_a_flow(body)
+    assert service.named("step") == []
 
 
 def test_a_step_whose_answer_never_came_is_not_sent_again(service: ScriptedService) -> None:

@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cortex_training.errors import ConflictError, JobFailed, NotFoundError
+from cortex_training.errors import ConfigurationError, ConflictError, JobFailed, NotFoundError
 from cortex_training.identity import new_job_id
 from cortex_training.states import is_terminal_job, job_state
-from prefect_cortex_training.labels import Label, RunLabels, job_key, jobs_in, owner_key
+from prefect_cortex_training.labels import Label, RunLabels, job_key, jobs_in
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
+Job = dict[str, Any]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
 
 async def find_or_create(
@@ -32,38 +37,36 @@ async def find_or_create(
 
     A job that ended before its work was finished is replaced under the next generation. One whose work is finished
     stays the flow run's job, although it is gone: a rerun has nothing left to do on it. `owner` is the name of the
-    credentials block that can cancel the job.
+    credentials block that can cancel the job. When two processes execute the flow run at once, both get the same job.
     """
-    job_id, generation = new_job_id(), 0
-    known = [job for job in jobs_in(await labels.read()) if job.name == name]
-    if known:
-        last = known[-1]
-        if last.finished:
-            return last.job_id
-        job = await _look(client, last.job_id)
-        if job is None:
-            # Written down, and then the crash came before the create.
-            job_id, generation = last.job_id, last.generation
-        elif is_terminal_job(job.get("status")):
-            generation = last.generation + 1
-            logger.warning(
-                "job %s is %s (%s); it is replaced: generation %d",
-                last.job_id,
-                job_state(job.get("status")),
-                job.get("reason") or "no reason given",
-                generation,
-            )
-        else:
-            logger.info("job %s of this flow run is used again", last.job_id)
-            return last.job_id
-    key = job_key(name, generation)
-    await labels.write(_names(key, job_id, owner))
-    created = await _create_or_adopt(client, body, job_id)
-    if created != job_id:
-        # The service chose another id: from now on only that one can find the job.
-        await labels.write(_names(key, created, owner))
-    logger.info("job %s is created", created)
-    return await _settle_rivals(client, labels, key, created)
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError.of("name", name, "give a job at most 64 letters, digits, _ and - as its name")
+    written = await labels.read()
+    finished = [job.job_id for job in jobs_in(written) if job.name == name and job.finished]
+    if finished:
+        return finished[-1]
+    generation = max((job.generation for job in jobs_in(written) if job.name == name), default=0)
+    existing = await _existing(client, _ids(written, name, generation))
+    if existing and not _alive(existing):
+        for job_id, job in existing.items():
+            logger.warning("job %s is %s (%s); it is replaced", job_id, *_end_of(job))
+        generation, existing = generation + 1, {}
+    if not _ids(written, name, generation):
+        written = await labels.write({job_key(name, generation, new_job_id()): owner or ""})
+        existing = await _existing(client, _ids(written, name, generation))
+    alive = _alive(existing)
+    if alive:
+        logger.info("job %s of this flow run is used again", alive[0])
+    else:
+        # One of several ids, if another process claimed one at the same moment: the same one for both.
+        job_id = await _create(client, body, min(_ids(written, name, generation)))
+        logger.info("job %s is created", job_id)
+        written = await labels.write({job_key(name, generation, job_id): owner or ""})
+        others = [other for other in _ids(written, name, generation) if other != job_id]
+        alive = sorted([job_id, *_alive(await _existing(client, others))])
+    for surplus in alive[1:]:
+        await cancel_if_alive(client, surplus)
+    return alive[0]
 
 
 async def cancel_if_alive(client: AsyncCortexTrainingClient, job_id: str) -> None:
@@ -72,37 +75,38 @@ async def cancel_if_alive(client: AsyncCortexTrainingClient, job_id: str) -> Non
         await client.cancel_job(job_id)
 
 
-def _names(key: str, job_id: str, owner: str | None) -> dict[str, Label]:
-    return {key: job_id} if owner is None else {key: job_id, owner_key(job_id): owner}
-
-
-async def _look(client: AsyncCortexTrainingClient, job_id: str) -> dict[str, Any] | None:
-    try:
-        return await client.get_job(job_id)
-    except NotFoundError:
-        return None
-
-
-async def _create_or_adopt(client: AsyncCortexTrainingClient, body: dict[str, Any], job_id: str) -> str:
+async def _create(client: AsyncCortexTrainingClient, body: dict[str, Any], job_id: str) -> str:
+    """Create the job; returns the id that the service gave it, which may be another."""
     try:
         answer = await client.create_job_from_body({**body, "job_id": job_id})
     except ConflictError:
-        # An earlier create of ours arrived after all. The id is a random one of this flow run: nobody else can have
-        # used it.
+        # A create of ours arrived after all: the id is a random one of this flow run, nobody else can have used it.
         job = await client.get_job(job_id)
         if is_terminal_job(job.get("status")):
-            raise JobFailed(
-                job_id=job_id, state=job_state(job.get("status")), reason=str(job.get("reason") or "")
-            ) from None
+            state, reason = _end_of(job)
+            raise JobFailed(job_id=job_id, state=state, reason=reason) from None
         return job_id
     return str(answer.get("job_id") or job_id)
 
 
-async def _settle_rivals(client: AsyncCortexTrainingClient, labels: RunLabels, key: str, job_id: str) -> str:
-    """Two processes that execute one flow run at once write one label: the job that it names in the end is the job of
-    both.
+def _ids(written: Mapping[str, Label], name: str, generation: int) -> list[str]:
+    return [job.job_id for job in jobs_in(written) if (job.name, job.generation) == (name, generation)]
+
+
+async def _existing(client: AsyncCortexTrainingClient, job_ids: Iterable[str]) -> dict[str, Job]:
+    """Those of the jobs that the service knows. An id may have been written down by a process that died before it
+    created the job.
     """
-    winner = str((await labels.read()).get(key, job_id))
-    if winner != job_id:
-        await cancel_if_alive(client, job_id)
-    return winner
+    found = {}
+    for job_id in job_ids:
+        with contextlib.suppress(NotFoundError):
+            found[job_id] = await client.get_job(job_id)
+    return found
+
+
+def _alive(jobs: Mapping[str, Job]) -> list[str]:
+    return sorted(job_id for job_id, job in jobs.items() if not is_terminal_job(job.get("status")))
+
+
+def _end_of(job: Job) -> tuple[str, str]:
+    return job_state(job.get("status")), str(job.get("reason") or "no reason given")

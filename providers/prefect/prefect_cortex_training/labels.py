@@ -4,14 +4,19 @@ A flow run's labels live on the Prefect server. They outlast the process, the ma
 can be read by whoever cleans up after a run that is no longer running. So every name that must survive a crash is put
 there first: the id of a job before it is created, the intent of an optimizer step before it is sent.
 
-    cortex_training.job.<name>.<generation>   id of a job
-    cortex_training.root.<digest>             root of a training run, whose journal names further jobs
-    cortex_training.owner.<job id or digest>  credentials block that can cancel what the name stands for
-    cortex_training.finished.<job id>         the flow run needed nothing more of this job
-    cortex_training.<verb>.<job id>.<seq>     an operation: "intent", then the id of its request
-    cortex_training.waiting_since.<job id>    when waiting for the job began, UTC epoch seconds
-    cortex_training.epoch.<digest>            epoch that the run's exports into a root are published under
-    cortex_training.artifact.<key>            id of the artifact that shows a training run's progress
+    job.<name>.<generation>.<job id>   a job; the value is the credentials block that can cancel it
+    finished.<job id>                  the flow run needed nothing more of this job
+    waiting_since.<job id>             when waiting for the job began, UTC epoch seconds
+    <verb>.<job id>.<seq>              an operation: the id of its request, or of its chunk group
+    step.<job id>.<seq>.<claim>        an optimizer step: "intent", "not sent", or the id of its request
+    root.<digest>                      root of a training run, whose journal names further jobs
+    root_owner.<digest>                credentials block that can cancel those
+    epoch.<digest>                     epoch that the run's exports into a root are published under
+    artifact.<key>                     id of the artifact that shows a training run's progress
+
+each with ``cortex_training.`` in front. The server merges labels, so what must not be lost when one flow run is
+executed by two processes at once has the writer's own name in its key: neither can overwrite the other, and both see
+both.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.runtime import flow_run
 
 from cortex_training.errors import ConfigurationError
@@ -70,23 +75,26 @@ class RunLabels:
     async def read(self) -> dict[str, Label]:
         """Every label that this package wrote."""
         async with get_client() as client:
-            run = await client.read_flow_run(self.flow_run_id)
-        return {key.removeprefix(PREFIX): value for key, value in run.labels.items() if key.startswith(PREFIX)}
+            return await self._read(client)
 
-    async def write(self, labels: Mapping[str, Label]) -> None:
-        """Add `labels`, replacing those of the same key; on return they are stored."""
+    async def write(self, labels: Mapping[str, Label]) -> dict[str, Label]:
+        """Add `labels`, replacing those of the same key; on return they are stored. Returns every label."""
         async with get_client() as client:
             for _ in range(3):
                 await client.update_flow_run_labels(self.flow_run_id, {PREFIX + key: labels[key] for key in labels})
-                stored = (await client.read_flow_run(self.flow_run_id)).labels
+                stored = await self._read(client)
                 # The server merges by reading and writing: another task's labels, written at the same moment, can undo
                 # ours.
-                if all(stored.get(PREFIX + key) == value for key, value in labels.items()):
-                    return
+                if all(stored.get(key) == value for key, value in labels.items()):
+                    return stored
         raise RuntimeError(
             f"labels {', '.join(sorted(labels))} of flow run {self.flow_run_id} were written three times and are not "
             "stored; another process writes the same labels. Is the same flow run executed twice?"
         )
+
+    async def _read(self, client: PrefectClient) -> dict[str, Label]:
+        run = await client.read_flow_run(self.flow_run_id)
+        return {key.removeprefix(PREFIX): value for key, value in run.labels.items() if key.startswith(PREFIX)}
 
     async def remember(self, key: str, value: Label) -> Label:
         """The value under `key`, which is `value` if nothing was written there yet."""
@@ -97,16 +105,18 @@ class RunLabels:
         return value
 
 
-def job_key(name: str, generation: int) -> str:
-    return f"job.{name}.{generation}"
-
-
-def owner_key(subject: str) -> str:
-    return f"owner.{subject}"
+def job_key(name: str, generation: int, job_id: str) -> str:
+    return f"job.{name}.{generation}.{job_id}"
 
 
 def finished_key(job_id: str) -> str:
     return f"finished.{job_id}"
+
+
+def root_labels(root: str, credentials: str) -> dict[str, Label]:
+    """The labels of a training run's root."""
+    digest = root_digest(root)
+    return {f"root.{digest}": root, f"root_owner.{digest}": credentials}
 
 
 def root_digest(root: str) -> str:
@@ -118,20 +128,15 @@ def jobs_in(labels: Mapping[str, Any]) -> list[JobLabel]:
     """Every job that the labels name, in order of name and generation."""
     found = []
     for key, value in labels.items():
-        if not key.startswith("job."):
-            continue
-        name, _, generation = key.removeprefix("job.").rpartition(".")
-        owner = labels.get(owner_key(str(value)))
-        found.append(
-            JobLabel(name, int(generation), str(value), owner, bool(labels.get(finished_key(str(value)), False)))
-        )
-    return sorted(found, key=lambda job: (job.name, job.generation))
+        kind, _, rest = key.partition(".")
+        if kind == "job":
+            name, generation, job_id = rest.split(".", 2)
+            finished = bool(labels.get(finished_key(job_id), False))
+            found.append(JobLabel(name, int(generation), job_id, str(value) or None, finished))
+    return sorted(found, key=lambda job: (job.name, job.generation, job.job_id))
 
 
 def roots_in(labels: Mapping[str, Any]) -> list[RootLabel]:
     """Every root of a training run that the labels name."""
-    return [
-        RootLabel(str(value), labels.get(owner_key(key.removeprefix("root."))))
-        for key, value in sorted(labels.items())
-        if key.startswith("root.")
-    ]
+    digests = sorted(key.removeprefix("root.") for key in labels if key.startswith("root."))
+    return [RootLabel(str(labels[f"root.{digest}"]), labels.get(f"root_owner.{digest}")) for digest in digests]

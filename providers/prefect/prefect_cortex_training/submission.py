@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cortex_training.errors import ApiError, NotFoundError, OutcomeUnknown, RequestFailed, SendRefused, TransportError
-from prefect_cortex_training.labels import RunLabels
+from cortex_training.identity import new_token
+from prefect_cortex_training.labels import Label, RunLabels
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
 
 INTENT = "intent"
 NOT_SENT = "not sent"
-"""What an operation's label says before there is a request id. Labels can be changed, never removed."""
+"""What a claim says before there is a request id. Labels can be changed, never removed."""
 
 Submit = Callable[[], Awaitable[str]]
 
@@ -26,31 +28,51 @@ def operation_key(verb: str, job_id: str, seq: int) -> str:
 async def submit_once(labels: RunLabels, key: str, job_id: str, submit: Submit) -> str:
     """The id of the request under `key`: recorded by an earlier execution, or submitted now, never twice.
 
-    Raises OutcomeUnknown when an earlier execution may have submitted it and could not write down what came back.
+    Whoever wants to send writes a claim of its own first and then looks for others. Of two processes at least one sees
+    the other, so at most one sends. Raises OutcomeUnknown when another execution may have sent it, or is about to.
     """
-    recorded = (await labels.read()).get(key, NOT_SENT)
-    if recorded == INTENT:
-        raise OutcomeUnknown(
-            operation=key.partition(".")[0],
-            job_id=job_id,
-            reason="an earlier execution of this task wrote down that it was about to send it, and nothing after that",
-            hint=(
-                "A save and its global_steps tell whether it was executed. To go on without knowing, cancel the job "
-                "and run the flow again: create_job then makes a new one"
-            ),
-        )
-    if recorded != NOT_SENT:
-        return str(recorded)
-    await labels.write({key: INTENT})
+    earlier = _recorded(await labels.read(), key, job_id)
+    if earlier is not None:
+        return earlier
+    claim = f"{key}.{new_token()[:8]}"
+    others = await labels.write({claim: INTENT})
+    del others[claim]
+    try:
+        earlier = _recorded(others, key, job_id)
+    except OutcomeUnknown:
+        await labels.write({claim: NOT_SENT})
+        raise
+    if earlier is not None:
+        await labels.write({claim: NOT_SENT})
+        return earlier
     try:
         request_id = await submit()
     except (ApiError, SendRefused, TransportError) as error:
         if getattr(error, "sent", False) is False:
             # Refused, or never on its way: nothing was executed, and a rerun may send it.
-            await labels.write({key: NOT_SENT})
+            await labels.write({claim: NOT_SENT})
         raise
-    await labels.write({key: request_id})
+    await labels.write({claim: request_id})
     return request_id
+
+
+def _recorded(written: Mapping[str, Label], key: str, job_id: str) -> str | None:
+    """The id of the request that some execution sent under `key`, if any did; raises OutcomeUnknown if one may have."""
+    claims = [str(value) for name, value in written.items() if name.startswith(f"{key}.")]
+    sent = [value for value in claims if value not in (INTENT, NOT_SENT)]
+    if sent:
+        return sent[0]
+    if INTENT in claims:
+        raise OutcomeUnknown(
+            operation=key.partition(".")[0],
+            job_id=job_id,
+            reason="another execution of this task wrote down that it was about to send it, and nothing after that",
+            hint=(
+                "A save and its global_steps tell whether it was executed. To go on without knowing, cancel the job "
+                "and run the flow again: create_job then makes a new one"
+            ),
+        )
+    return None
 
 
 async def submit_again_if_lost(
@@ -60,11 +82,9 @@ async def submit_again_if_lost(
     sent anew.
     """
     recorded = (await labels.read()).get(key)
-    if recorded is not None and recorded != NOT_SENT:
-        try:
+    if recorded is not None:
+        with contextlib.suppress(NotFoundError, RequestFailed):
             return str(recorded), await client.poll_request(job_id, str(recorded), timeout_s=timeout_s)
-        except (NotFoundError, RequestFailed):
-            await labels.write({key: NOT_SENT})
     request_id = await submit()
     await labels.write({key: request_id})
     return request_id, await client.poll_request(job_id, request_id, timeout_s=timeout_s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cortex_training.training import TrainingPlan
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
-from prefect_cortex_training.labels import RunLabels, owner_key, root_digest
+from prefect_cortex_training.labels import RunLabels, root_digest, root_labels
 from prefect_cortex_training.progress import ProgressReport
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ async def _train(credentials: str, plan: dict[str, Any]) -> dict[str, Any]:
     wanted.validate()
     labels = RunLabels.of_current_run("train")
     digest = root_digest(wanted.root)
-    await labels.write({f"root.{digest}": wanted.root, owner_key(digest): credentials})
+    await labels.write(root_labels(wanted.root, credentials))
     attempt = hashlib.sha256(f"{labels.flow_run_id}|train|{digest}".encode()).hexdigest()[:12]
     async with ProgressReport(labels, f"training-{digest}") as report, connected(credentials) as client:
         stop = asyncio.Event()
