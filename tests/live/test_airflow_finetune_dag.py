@@ -25,7 +25,7 @@ STEPS = 6
 ROWS = 400
 SETUP_AND_TEARDOWN = {"create_job", "cancel_job"}
 
-pytestmark = [pytest.mark.live, pytest.mark.short, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.live, pytest.mark.short, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_rows_become_a_published_checkpoint_and_no_job_is_left(
 
     run_id = airflow.trigger_dag(DAG_ID, conf)
     with SlotSampler(airflow, DAG_ID, run_id) as slots:
-        state = airflow.wait_for_run(DAG_ID, run_id, timeout_s=240)
+        state = airflow.wait_for_run(DAG_ID, run_id, timeout_s=360)
     states = airflow.task_states(DAG_ID, run_id)
     assert state == "success", _why(airflow, run_id)
     assert set(states.values()) == {"success"}
@@ -125,10 +125,10 @@ def test_rows_become_a_published_checkpoint_and_no_job_is_left(
     assert all(is_terminal_job(_jobs(local_service)[job]) for job in created)
 
     no_root = airflow.trigger_dag(DAG_ID, {**conf, "root": str(tmp_path / "not-mounted")})
-    assert airflow.wait_for_run(DAG_ID, no_root, timeout_s=60) == "failed"
+    assert airflow.wait_for_run(DAG_ID, no_root, timeout_s=150) == "failed"
     assert "not-mounted" in airflow.task_log(DAG_ID, no_root, "settle")
     no_table = airflow.trigger_dag(DAG_ID, {**conf, "source_table": "NO_SUCH_TABLE"})
-    assert airflow.wait_for_run(DAG_ID, no_table, timeout_s=120) == "failed"
+    assert airflow.wait_for_run(DAG_ID, no_table, timeout_s=200) == "failed"
     assert "NO_SUCH_TABLE" in airflow.task_log(DAG_ID, no_table, "select_rows")
     assert set(_jobs(local_service)) - jobs_before - {job_id} == created
     assert status(trained["root"]).state.finished_steps == STEPS

@@ -22,7 +22,7 @@ from tests.live.conftest import QUICK_FAILOVER, cortex_connection, training_plan
 DAG_ID = "train_only"
 ENDLESS = 100_000
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 def test_only_a_user_cancels_the_job_of_a_deferred_run(
@@ -48,9 +48,11 @@ def test_only_a_user_cancels_the_job_of_a_deferred_run(
 
         # A user clears one task: its old job is cancelled, it goes on in a new one, the other run does not notice.
         airflow.clear_tasks(DAG_ID, first_run, ["train"])
-        _wait(lambda: len(_jobs(first)) == 2 and _step(first) > 2)
+        _wait(lambda: len(_jobs(first)) == 2)
         old, new = _jobs(first)
         _wait(lambda: is_terminal_job(client.get_job(old)["status"]))
+        began_at = _step(first)
+        _wait(lambda: _step(first) > began_at)
         assert client.get_job(new)["status"] == "running"
         (bystander,) = _jobs(second)
         assert client.get_job(bystander)["status"] == "running"
@@ -72,7 +74,7 @@ def _client(service: Any) -> CortexTrainingClient:
     return CortexTrainingClient(service.base_url, service.database, service.schema)
 
 
-def _wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def _wait(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

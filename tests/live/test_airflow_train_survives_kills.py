@@ -25,7 +25,7 @@ from tests.live.conftest import QUICK_FAILOVER, cortex_connection, training_plan
 STEPS = 12
 KILLS = 3
 
-pytestmark = [pytest.mark.live, pytest.mark.short, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.live, pytest.mark.short, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
