@@ -91,6 +91,7 @@ class Scene:
         self.material = material
         self.root = folder / "run"
         self.doubled = False
+        self.restored = True
         self.mistake: str | None = None
         self.patience_s = 60.0
         self._plan_file = folder / "plan.json"
@@ -158,7 +159,7 @@ class Scene:
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(self.root, self.service.execution_log())
+        return Evidence(self.root, self.service.execution_log(), restored=self.restored)
 
 
 def wait_until_frozen(process: subprocess.Popen[str], timeout_s: float = 60.0) -> bool:

@@ -54,13 +54,19 @@ class Lineage:
 class Evidence:
     """A run's root and the service's log and data, at one moment."""
 
-    def __init__(self, root: Path, log: list[dict[str, Any]]) -> None:
+    def __init__(self, root: Path, log: list[dict[str, Any]], *, restored: bool = True) -> None:
+        """`restored`: the service's step counter goes on where the checkpoint's was, else each job counts from 0."""
         self.root = root
+        self.restored = restored
         self.records = [json.loads(p.read_text()) for p in sorted((root / "journal").glob("[0-9]*"))]
         self.numbers = [int(p.name) for p in sorted((root / "journal").glob("[0-9]*"))]
         self.segments = _segments(self.numbers, self.records)
         self.log = [r for r in log if r["job_id"] in {s.job_id for s in self.segments}]
         self.publications = _publications(root)
+
+    def count(self, segment: Lineage, step: int) -> int:
+        """What the service's step counter shows in this segment after a step."""
+        return step if self.restored else step - segment.start
 
     def executed(self, op: str, job_id: str) -> list[dict[str, Any]]:
         return [r for r in self.log if r["op"] == op and r["job_id"] == job_id]
@@ -153,8 +159,8 @@ def _journal_has_one_writer_at_a_time(evidence: Evidence) -> None:
 
 
 def _steps_once(evidence: Evidence, segment: Lineage, doubled: bool) -> None:
-    begin = segment.base["global_steps"] if segment.base else 0
-    made = [r["global_steps"] - begin + segment.start for r in evidence.executed("step", segment.job_id)]
+    shift = evidence.count(segment, 0)
+    made = [r["global_steps"] - shift for r in evidence.executed("step", segment.job_id)]
     expected = list(range(segment.start + 1, segment.start + 1 + len(made)))
     if made != expected:
         raise Wrong(f"segment {segment.number} executed steps {made}, not {expected}")
@@ -202,16 +208,17 @@ def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, do
 def _justified(evidence: Evidence, publication: Publication, reference: Reference) -> None:
     """Published only once a finite loss was measured on these very weights."""
     step, manifest = publication.step, publication.manifest
-    if manifest["global_steps"] != step:
+    segment = evidence.segments[manifest["segment"]]
+    if manifest["global_steps"] != evidence.count(segment, step) or manifest["job_id"] != segment.job_id:
         raise Wrong(f"step {step} was published from a checkpoint with global_steps {manifest['global_steps']}")
-    if manifest["metrics"]["step"] != step or not math.isfinite(manifest["metrics"]["loss"]):
+    loss = manifest["metrics"]["loss"]
+    if manifest["metrics"]["step"] != step or loss is None or not math.isfinite(loss):
         raise Wrong(f"the manifest of step {step} says {manifest['metrics']}")
-    name = group_id(manifest["job_id"], manifest["segment"], step + 1, 0)
-    names = {name, *(group_id(manifest["job_id"], manifest["segment"], step + 1, 0, a) for a in (1, 2, 3))}
+    names = {group_id(segment.job_id, segment.number, step + 1, 0, attempt) for attempt in range(4)}
     if not any(r["chunk_group"] in names for r in evidence.log):
         raise Wrong(f"step {step} was published before a loss was measured on its weights")
-    if manifest["metrics"]["loss"] not in (reference.losses[step + 1, 0], reference.mean_loss(step + 1)):
-        raise Wrong(f"step {step} was published with loss {manifest['metrics']['loss']}")
+    if loss not in (reference.losses[step + 1, 0], reference.mean_loss(step + 1)):
+        raise Wrong(f"step {step} was published with loss {loss}")
 
 
 def _equal_weights(found: Weights, expected: Weights, what: str) -> None:
