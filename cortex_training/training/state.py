@@ -98,10 +98,14 @@ class Segment:
 
     @property
     def offset_is_certain(self) -> bool:
-        """Whether counts can be trusted enough to publish: the predicted count came back, or two steps agree."""
+        """Whether counts can be trusted enough to publish: the predicted count came back, or a second step agrees, or
+        a save behind the first one does (in the run's last step no second one follows).
+        """
         if self.offset is None:
             return False
-        return self.offset == self.predicted_offset or len({o.step for o in self.of("step") if o.status == "done"}) > 1
+        counts = {o.step for o in self.of("step") if o.status == "done"}
+        agrees = any(o.result["global_steps"] - o.step == self.offset for o in self.saves())
+        return self.offset == self.predicted_offset or len(counts) > 1 or agrees
 
     def loss(self, step: int) -> float | None:
         """Mean loss of the confirmed micro-batches of a step: it was measured on the weights of ``step - 1``."""

@@ -89,7 +89,7 @@ def test_a_segment_from_a_base_begins_at_the_bases_step():
     assert story.state.current.confirmed_step == 40
 
 
-def test_counts_are_certain_when_predicted_or_when_two_steps_agree():
+def test_counts_are_certain_when_predicted_or_when_two_agree():
     story = Story()
     story.segment(base=BASE)
     story.operation("step", 41, "done", result={"global_steps": 1})
@@ -97,6 +97,11 @@ def test_counts_are_certain_when_predicted_or_when_two_steps_agree():
     assert not story.state.current.offset_is_certain
     story.operation("step", 42, "done", result={"global_steps": 2})
     assert story.state.current.offset_is_certain
+    last = Story()
+    last.segment(base=BASE)
+    last.operation("step", 41, "done", result={"global_steps": 1})
+    last.operation("save", 41, "done", result={"checkpoint_id": "cp", "global_steps": 1, "save": "exec/a/cp"})
+    assert last.state.current.offset_is_certain
     restored = Story()
     restored.segment(base=BASE)
     restored.operation("step", 41, "done", result={"global_steps": 41})
