@@ -11,6 +11,7 @@ from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cortex_training.operators.checkpoints import (
     CortexTrainingExportOperator,
+    CortexTrainingLoadOperator,
     CortexTrainingPublishOperator,
     CortexTrainingSaveOperator,
 )
@@ -305,6 +306,36 @@ class TestTrainingCalls:
         run.retry()
         with pytest.raises(AirflowFailException, match="another frame"):
             run.execute(forward_backward(service_connection, job_id, **{**frame, "step": 2}))
+
+    def test_a_readable_payload_is_a_frame_too(self, task_run, service_connection, job_id) -> None:
+        payload = {"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]}
+        assert task_run("fb").execute(forward_backward(service_connection, job_id, payload=payload))["loss"] > 0
+
+    def test_a_loaded_checkpoint_gives_its_loss_again(
+        self, task_run, service_connection, local_service, job_id, frame, client
+    ) -> None:
+        first = task_run("fb").execute(forward_backward(service_connection, job_id, **frame))["loss"]
+        task_run("step").execute(step(service_connection, job_id, learning_rate=1e-2))
+        saved = task_run("save").execute(
+            CortexTrainingSaveOperator(task_id="save", conn_id=service_connection, job_id=job_id, deferrable=False)
+        )
+        trained = task_run("fb").execute(forward_backward(service_connection, job_id, **frame))["loss"]
+        assert trained < first
+        other = task_run("create").execute(create(service_connection, [TRAINING]))
+        client.wait_for_job(other)
+        loaded = task_run("load").execute(
+            CortexTrainingLoadOperator(
+                task_id="load",
+                conn_id=service_connection,
+                job_id=other,
+                checkpoint_id=saved["checkpoint_id"],
+                source_job_id=job_id,
+                deferrable=False,
+            )
+        )
+        assert loaded == {"job_id": other, "checkpoint_id": saved["checkpoint_id"]}
+        assert task_run("fb").execute(forward_backward(service_connection, other, **frame))["loss"] == trained
+        client.cancel_job(other)
 
     def test_exactly_one_source_of_the_frame(self, task_run, service_connection, job_id, frame) -> None:
         with pytest.raises(AirflowFailException, match="exactly one"):

@@ -1,4 +1,4 @@
-"""Checkpoints: save one on the service, bring its files here, publish it."""
+"""Checkpoints: save and load on the service, bring files here, publish them."""
 
 from __future__ import annotations
 
@@ -65,6 +65,53 @@ class CortexTrainingSaveOperator(CortexTrainingRequestOperator):
             "global_steps": listed.get("global_steps"),
             "created_at": listed.get("created_at"),
         }
+
+
+class CortexTrainingLoadOperator(CortexTrainingRequestOperator):
+    """Load a checkpoint into the training sub-job of a running job.
+
+    Args:
+        checkpoint_id: a resumable checkpoint.
+        source_job_id: the job that saved it; None: this one.
+        target_sub_job_id: default the job's training sub-job.
+
+    A load does not clear gradients that a forward-backward left on the job: load before the first one. A retry that
+    can't know whether its predecessor loaded loads again, which gives the same weights.
+
+    Returns (XCom): ``job_id``, ``checkpoint_id``.
+    """
+
+    template_fields = (
+        *CortexTrainingRequestOperator.template_fields,
+        "checkpoint_id",
+        "source_job_id",
+        "target_sub_job_id",
+    )
+    operation = "load"
+
+    def __init__(
+        self,
+        *,
+        checkpoint_id: str,
+        source_job_id: str | None = None,
+        target_sub_job_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.checkpoint_id = checkpoint_id
+        self.source_job_id = source_job_id
+        self.target_sub_job_id = target_sub_job_id
+
+    def check(self) -> None:
+        require_text(self, "checkpoint_id", self.checkpoint_id)
+
+    def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str:
+        return client.load(
+            self.job_id, self.checkpoint_id, self.source_job_id, target_sub_job_id=self.target_sub_job_id
+        )
+
+    def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        return {"job_id": self.job_id, "checkpoint_id": self.checkpoint_id}
 
 
 class CortexTrainingExportOperator(CortexTrainingOperator):
