@@ -89,3 +89,22 @@ def test_endpoint_key_differs_where_sessions_must() -> None:
     assert settings().endpoint_key == settings(pat="other").endpoint_key
     for field in ({"schema": "t"}, {"verify": False}, {"base_url": "c"}, {"endpoint": "e"}, {"database": "f"}):
         assert settings().endpoint_key != settings(**field).endpoint_key
+
+
+def test_the_forms_button_asks_the_service(service_connection, connection, monkeypatch) -> None:
+    assert CortexTrainingHook(service_connection).test_connection()[0]
+    ok, why = CortexTrainingHook(connection("closed", host="http://127.0.0.1:9")).test_connection()
+    assert not ok
+    assert PAT not in why
+    assert CortexTrainingHook("nowhere").test_connection() == (False, str(_refusal("nowhere")))
+
+
+def _refusal(conn_id: str) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as refusal:
+        CortexTrainingHook(conn_id).settings()
+    return refusal.value
+
+
+async def test_an_async_client_comes_from_the_same_place(service_connection) -> None:
+    async with await CortexTrainingHook(service_connection).get_async_client() as client:
+        assert isinstance(await client.list_jobs(), list)
