@@ -71,7 +71,7 @@ class RunningService:
 ServiceFactory = Callable[..., RunningService]
 
 
-def _start_service(folder: Path, **options: Any) -> RunningService:
+def start_service(folder: Path, **options: Any) -> RunningService:
     """Start `serve` with options named as on the command line; True is a bare flag, a list a repeated option."""
     folder.mkdir(parents=True, exist_ok=True)
     log_path = Path(options.pop("execution_log", folder / "executions.jsonl"))
@@ -114,7 +114,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
 @pytest.fixture(scope="session")
 def local_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     """One local service for the whole session, for tests that leave it as they found it: use fresh job ids."""
-    service = _start_service(tmp_path_factory.mktemp("local_service"), gpus=4096)
+    service = start_service(tmp_path_factory.mktemp("local_service"), gpus=4096)
     yield service
     service.stop()
 
@@ -129,7 +129,7 @@ def start_local_service(tmp_path: Path) -> Iterator[ServiceFactory]:
     started: list[RunningService] = []
 
     def start(**options: Any) -> RunningService:
-        service = _start_service(tmp_path / "service", **options)
+        service = start_service(tmp_path / "service", **options)
         started.append(service)
         return service
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.conftest import RunningService
+from cortex_training.local.models import model_folder
+from tests.conftest import RunningService, start_service
 from tests.local.api import Caller
 
 
@@ -12,3 +15,40 @@ from tests.local.api import Caller
 def caller(local_service: RunningService) -> Caller:
     """A caller of the session's service."""
     return Caller(local_service.url)
+
+
+@pytest.fixture(scope="session")
+def contrary_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service that answers every open question the other way, is short of room, and asks for a token.
+
+    One for all tests that need one of these, because each process that trains loads torch for some seconds.
+    """
+    service = start_service(
+        tmp_path_factory.mktemp("contrary_service"),
+        gpus=4096,
+        token="s3cret",
+        assume=[
+            "accumulation=refuse",
+            "job-ids=ignored",
+            "ended-job-polls=served",
+            "save-result=stage_path",
+            "load-gradients=clear",
+            "global-steps=continues",
+            "checkpoint-ids=global_step",
+        ],
+        model=[f"acme/own={model_folder('tiny')}"],
+        strict_models=True,
+        export_seconds=2,
+        result_chunk_bytes=10_000,
+        max_partial_bytes=40_000,
+    )
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def contrary(contrary_service: RunningService) -> Caller:
+    """A caller of the contrary service, with its token."""
+    caller = Caller(contrary_service.url)
+    caller.session.headers["authorization"] = "Bearer s3cret"
+    return caller

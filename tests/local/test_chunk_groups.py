@@ -10,8 +10,8 @@ import pytest
 import requests
 
 from cortex_training import wire
-from tests.conftest import RunningService, ServiceFactory
-from tests.local.api import Caller, RunningJob, chunks_of, masked_frame, result_of, token_batch
+from tests.conftest import RunningService
+from tests.local.api import Caller, RunningJob, chunks_of, masked_frame, result_of, sampling, token_batch
 
 SMALL = 8192 + 1024
 """Chunk size that cuts the test's frames into several."""
@@ -162,9 +162,8 @@ def test_a_bare_frame_is_executed_each_time(caller: Caller, local_service: Runni
     assert executed(local_service, job) == [None, None]
 
 
-def test_partial_groups_are_forgotten_when_there_is_no_room(start_local_service: ServiceFactory) -> None:
-    service = start_local_service(max_partial_bytes=40_000)
-    job = Caller(service.url).running()
+def test_partial_groups_are_forgotten_when_there_is_no_room(contrary: Caller) -> None:
+    job = contrary.running()
     groups = {
         f"g-{n}": chunks_of(masked_frame(token_batch(seed=n)), group_id=f"g-{n}", max_bytes=SMALL) for n in range(60)
     }
@@ -174,11 +173,8 @@ def test_partial_groups_are_forgotten_when_there_is_no_room(start_local_service:
     assert job.post_frame(groups["g-59"][1]).status_code == 200
 
 
-def test_large_results_come_in_chunks(start_local_service: ServiceFactory) -> None:
-    from tests.local.api import sampling
-
-    service = start_local_service(result_chunk_bytes=10_000)
-    job = Caller(service.url).running(sampling(config={"max_seq_len": 400}))
+def test_large_results_come_in_chunks(contrary: Caller) -> None:
+    job = contrary.running(sampling(config={"max_seq_len": 400}))
     options = {"response_options": {"format": "dssst1", "delivery": "chunked"}}
     asked = {"prompts": [[5, 6, 7]] * 30, "sampling_params": {"max_tokens": 100, "ignore_eos": True}}
     request_id = job.poll(job.post_frame(wire.dumps(asked, metadata=options), path="/generate"))["request_id"]

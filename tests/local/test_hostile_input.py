@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from cortex_training import wire
-from tests.conftest import RunningService, ServiceFactory
+from tests.conftest import RunningService
 from tests.local.api import LORA, Caller, RunningJob, chunks_of, masked_frame, sampling, token_batch, training
 
 OCTETS = {"content-type": "application/octet-stream"}
@@ -274,8 +274,8 @@ def test_only_this_machines_names_are_answered(caller: Caller) -> None:
     assert caller.call("GET", "", headers={"host": "localhost:1"}).status_code == 200
 
 
-def test_a_token_is_asked_for_when_there_is_one(start_local_service: ServiceFactory) -> None:
-    caller = Caller(start_local_service(token="s3cret").url)
+def test_a_token_is_asked_for_when_there_is_one(contrary_service: RunningService) -> None:
+    caller = Caller(contrary_service.url)
     accepted = ("Bearer s3cret", "bearer s3cret", 'Snowflake Token="s3cret"')
     for header in accepted:
         assert caller.call("GET", "", headers={"authorization": header}).status_code == 200

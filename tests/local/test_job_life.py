@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import uuid
+from typing import Any
 
 import pytest
 
@@ -12,19 +12,6 @@ from tests.local.api import Caller, RunningJob, masked_frame, sampling, token_ba
 
 BIG = {"max_tokens": 400, "ignore_eos": True}
 """Sampling parameters that keep the tiny model busy for a moment."""
-
-
-def test_a_job_passes_through_its_states(start_local_service: ServiceFactory) -> None:
-    caller = Caller(start_local_service(placing_seconds=0.5).url)
-    created = caller.create(training(), sampling())
-    job = RunningJob(caller, created.json()["job_id"])
-    seen: list[str] = []
-    while not seen or seen[-1] != "running":
-        state = job.describe()["status"]
-        if not seen or seen[-1] != state:
-            seen.append(state)
-        time.sleep(0.005)
-    assert seen == ["placing", "initializing", "running"]
 
 
 def test_what_a_job_shows_of_itself(caller: Caller) -> None:
@@ -42,20 +29,19 @@ def test_what_a_job_shows_of_itself(caller: Caller) -> None:
     assert run["experiment_run_name"]
 
 
-def test_a_callers_id_is_honoured_once(caller: Caller, start_local_service: ServiceFactory) -> None:
+def test_a_callers_id_is_honoured_once(caller: Caller, contrary: Caller) -> None:
     job_id = str(uuid.uuid4())
     assert caller.create(training(), job_id=job_id).json() == {"job_id": job_id}
     duplicate = caller.create(training(), job_id=job_id)
     assert (duplicate.status_code, duplicate.json()["code"]) == (409, 409)
-    other = Caller(start_local_service(assume=["job-ids=ignored"]).url)
-    assert other.create(training(), job_id=job_id).json()["job_id"] != job_id
+    assert contrary.create(training(), job_id=job_id).json()["job_id"] != job_id
 
 
 def test_jobs_wait_for_gpus_in_order(start_local_service: ServiceFactory) -> None:
-    caller = Caller(start_local_service(gpus=4).url)
-    first = caller.running(training(config={"n_gpus": 3}))
-    second = RunningJob(caller, caller.create(training(config={"n_gpus": 2})).json()["job_id"])
-    third = RunningJob(caller, caller.create(training(config={"n_gpus": 1})).json()["job_id"])
+    """A placing job holds its GPUs, and this service's jobs stay placing: no model is loaded for the test."""
+    caller = Caller(start_local_service(gpus=4, placing_seconds=600).url)
+    first, second, third = (created(caller, n_gpus) for n_gpus in (3, 2, 1))
+    assert first.describe()["status"] == "placing"
     waiting = second.describe()
     assert waiting["status"] == "pending"
     assert "2 H200 GPUs" in waiting["reason"]
@@ -73,29 +59,36 @@ def test_jobs_wait_for_gpus_in_order(start_local_service: ServiceFactory) -> Non
     assert caller.call("GET", "/capacity").json()["max_total_gpus"] == 12
     assert caller.call("GET", "/capacity", params={"hardware": "A10"}).status_code == 400
     first.call("POST", ":cancel")
-    second.wait_for("running")
-    third.wait_for("running")
-    elsewhere = caller.running(training(config={"n_gpus": 4}), hardware="B200")
-    assert elsewhere.describe()["status"] == "running"
+    assert [job.describe()["status"] for job in (second, third)] == ["placing", "placing"]
+    elsewhere = created(caller, 4, hardware="B200")
+    assert elsewhere.describe()["status"] == "placing"
+    shared = training(config={"n_gpus": 4, "multiplex_job_id": f"{elsewhere.job_id}:training:0"})
+    multiplexed = RunningJob(caller, caller.create(shared, hardware="B200").json()["job_id"])
+    assert multiplexed.describe()["status"] == "placing"
+
+
+def created(caller: Caller, n_gpus: int, **fields: Any) -> RunningJob:
+    reply = caller.create(training(config={"n_gpus": n_gpus}), **fields)
+    assert reply.status_code == 200, reply.text
+    return RunningJob(caller, reply.json()["job_id"])
 
 
 def test_lists_are_filtered_by_state_and_place(start_local_service: ServiceFactory) -> None:
-    service = start_local_service(gpus=1)
+    service = start_local_service(gpus=1, placing_seconds=600)
     caller = Caller(service.url)
-    running = caller.running()
-    waiting = caller.create().json()["job_id"]
+    placing, waiting = (created(caller, 1).job_id for _ in range(2))
 
     def ids(**query: str) -> list[str]:
         return [job["job_id"] for job in caller.call("GET", "", params=query).json()["jobs"]]
 
-    assert ids() == [running.job_id, waiting]
-    assert ids(status="running") == ids(status="JOB_STATE_RUNNING") == [running.job_id]
+    assert ids() == [placing, waiting]
+    assert ids(status="placing") == ids(status="JOB_STATE_PLACING") == [placing]
     assert ids(status="pending") == [waiting]
     assert ids(status="terminated") == []
     elsewhere = Caller(service.url.replace("/schemas/PUBLIC/", "/schemas/OTHER/"))
     assert elsewhere.call("GET", "").json() == {"jobs": []}
-    assert elsewhere.call("GET", f"/{running.job_id}").status_code == 404
-    assert Caller(service.url.replace("TESTS", "tests")).call("GET", f"/{running.job_id}").status_code == 200
+    assert elsewhere.call("GET", f"/{placing}").status_code == 404
+    assert Caller(service.url.replace("TESTS", "tests")).call("GET", f"/{placing}").status_code == 200
 
 
 def test_cancelling_is_idempotent_and_ends_everything(caller: Caller) -> None:
@@ -122,8 +115,8 @@ def test_cancelling_is_idempotent_and_ends_everything(caller: Caller) -> None:
     assert job.describe()["gpu_seconds"] == ended["gpu_seconds"]
 
 
-def test_polls_after_the_end_can_be_served(start_local_service: ServiceFactory) -> None:
-    job = Caller(start_local_service(assume=["ended-job-polls=served"]).url).running()
+def test_polls_after_the_end_can_be_served(contrary: Caller) -> None:
+    job = contrary.running()
     reply = job.post_frame(masked_frame(token_batch()))
     result = job.poll(reply)
     job.call("POST", ":cancel")
@@ -187,9 +180,15 @@ def test_a_generate_sent_after_a_sync_sees_its_weights(caller: Caller) -> None:
     assert job.generate(**asked) == after
 
 
-def test_idle_and_pending_jobs_are_reclaimed(start_local_service: ServiceFactory) -> None:
-    caller = Caller(start_local_service(timeout_scale=0.01, gpus=1).url)
-    job = caller.running(idle_timeout_seconds=300)
+def test_states_from_the_beginning_to_idle(start_local_service: ServiceFactory) -> None:
+    caller = Caller(start_local_service(timeout_scale=0.01, gpus=1, placing_seconds=0.5).url)
+    job = RunningJob(caller, caller.create(idle_timeout_seconds=300).json()["job_id"])
+    seen: list[str] = []
+    while not seen or seen[-1] != "running":
+        state = job.describe()["status"]
+        if not seen or seen[-1] != state:
+            seen.append(state)
+    assert seen == ["placing", "initializing", "running"]
     waiting = RunningJob(caller, caller.create(pending_timeout_seconds=300, hardware="H200").json()["job_id"])
     never_idle = caller.running(idle_timeout_seconds=0, hardware="B200")
     job.done(job.call("POST", "/step", json={}))
@@ -217,25 +216,21 @@ def test_a_model_that_cannot_start_fails_the_job(caller: Caller) -> None:
     assert "no_such_module" in failed["reason"]
 
 
-def test_models_of_the_services_table_run_on_a_stand_in(caller: Caller, start_local_service: ServiceFactory) -> None:
+def test_models_of_the_services_table_run_on_a_stand_in(caller: Caller, contrary: Caller) -> None:
     job = caller.running(training(model_name="Qwen/Qwen3-8B", config={"max_seq_len": 2048}))
     described = job.describe()
     assert "Qwen/Qwen3-8B" in described["reason"]
     assert described["sub_jobs"][0]["model_name"] == "Qwen/Qwen3-8B"
     job.forward_backward(masked_frame(token_batch(1, 1500)))
-    strict = Caller(start_local_service(strict_models=True).url)
-    refused = strict.create(training(model_name="Qwen/Qwen3-8B"))
+    refused = contrary.create(training(model_name="Qwen/Qwen3-8B"))
     assert refused.status_code == 400
     assert "--model ID=PATH" in refused.json()["message"]
 
 
-def test_a_given_folder_is_a_model(start_local_service: ServiceFactory) -> None:
-    from cortex_training.local.models import model_folder
-
-    caller = Caller(start_local_service(model=[f"acme/own={model_folder('tiny')}"]).url)
-    job = caller.running(training(model_name="acme/own"))
+def test_a_given_folder_is_a_model(contrary: Caller) -> None:
+    job = contrary.running(training(model_name="acme/own"))
     assert job.describe()["reason"] == ""
-    refused = caller.create(training(model_name="acme/own", config={"max_seq_len": 513}))
+    refused = contrary.create(training(model_name="acme/own", config={"max_seq_len": 513}))
     assert refused.status_code == 400
     assert "max_seq_len" in refused.json()["message"]
 
@@ -303,10 +298,3 @@ def test_memory_is_reported_when_asked_for(caller: Caller) -> None:
     events = [entry.get("event") for entry in job.operation("tail-logs", {}).json()["entries"]]
     assert [event for event in events if event] == ["fwd_bwd_end", "step_end"]
     assert "peak_memory" not in caller.running().step()
-
-
-def test_a_multiplexed_sub_job_brings_no_gpus(start_local_service: ServiceFactory) -> None:
-    caller = Caller(start_local_service(gpus=2).url)
-    first = caller.running(training(config={"n_gpus": 2}))
-    shared = caller.running(sampling(config={"n_gpus": 2, "multiplex_job_id": f"{first.job_id}:training:0"}))
-    assert shared.describe()["status"] == "running"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cortex_training import wire
-from tests.local.api import LORA, Caller, masked_frame, sampling, token_batch, training
+from tests.local.api import LORA, Caller, RunningJob, masked_frame, sampling, token_batch, training
 from tests.local.reference import masked_loss, tiny, weights_of
 
 LEARNING_RATE = 1e-3
@@ -171,6 +171,27 @@ def test_the_same_seed_repeats_bit_for_bit(caller: Caller) -> None:
     assert losses(1) != losses(2)
 
 
+def test_jobs_that_start_do_not_disturb_one_that_trains(caller: Caller) -> None:
+    """Though loading a model changes settings of the whole process for a moment."""
+
+    def losses(others: int) -> list[float]:
+        job = caller.running(training(config={"peft_config": LORA}))
+        measured = []
+        for step in range(6):
+            starting = [caller.create(training(dtype="bfloat16", config={"peft_config": LORA})) for _ in range(others)]
+            for repeat in range(4):
+                measured.append(job.forward_backward(masked_frame(token_batch(seed=4 * step + repeat)))["avg_loss"])
+            job.step()
+            for reply in starting:
+                other = RunningJob(caller, reply.json()["job_id"])
+                assert other.wait_for("running", "failed")["status"] == "running"
+                assert 5 < other.forward_backward(masked_frame(token_batch()))["avg_loss"] < 8
+                other.call("POST", ":cancel")
+        return measured
+
+    assert losses(others=3) == losses(others=0)
+
+
 def test_a_failed_batch_leaves_no_gradient(caller: Caller) -> None:
     job = caller.running()
     job.forward_backward(masked_frame(token_batch()))
@@ -212,8 +233,8 @@ def test_a_batch_whose_logits_do_not_fit_is_taken_in_parts() -> None:
     assert parts.step(None)["metrics"]["grad_norm"] == pytest.approx(whole.step(None)["metrics"]["grad_norm"], rel=1e-4)
 
 
-def test_accumulation_can_be_refused(start_local_service) -> None:
-    job = Caller(start_local_service(assume=["accumulation=refuse"]).url).running()
+def test_accumulation_can_be_refused(contrary: Caller) -> None:
+    job = contrary.running()
     job.forward_backward(masked_frame(token_batch()))
     page = job.poll(job.post_frame(masked_frame(token_batch(seed=1))))
     assert page["status"] == "failed"

@@ -162,7 +162,7 @@ def _from_labels(labels: object, shape: tuple[int, ...], vocabulary: int) -> tup
     counted = checked != IGNORED_LABEL
     if bool((counted & ((checked < 0) | (checked >= vocabulary))).any()):
         raise ValueError(f"kwargs.labels: must be {IGNORED_LABEL} or from 0 to {vocabulary - 1}")
-    weights = torch.zeros(checked.shape)
+    weights = torch.zeros(checked.shape, dtype=torch.float32)
     weights[:, :-1] = counted[:, 1:].float()
     return next_tokens(torch.where(counted, checked, 0)), weights
 
@@ -178,7 +178,7 @@ def _from_loss_mask(
         if tuple(ids.shape) != shape:
             raise ValueError(f"context.input_ids: shape {tuple(ids.shape)}, and kwargs.input_ids has {shape}")
     mask = _numbers("context.loss_mask", context.get("loss_mask"), shape)
-    weights = torch.ones(shape) if mask is None else mask
+    weights = torch.ones(shape, dtype=torch.float32) if mask is None else mask
     if bool((weights < 0).any()):
         raise ValueError("context.loss_mask: weights must not be negative")
     weights = weights.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ _messages.set_verbosity_error()
 _messages.disable_progress_bar()
 
 Weights = dict[str, torch.Tensor]
+
+# While transformers loads a model, torch's initialisers are switched off and its default dtype is the model's, for the
+# whole process. A second load at the same time would come out broken; code that computes meanwhile in another thread
+# must name its dtypes.
+_one_load_at_a_time = threading.Lock()
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -116,7 +122,9 @@ class LanguageModel:
         if weights is not None:
             self._copy_base(weights)
         elif not self.base_is_original:
-            self._copy_base(dict(_load_plain(self.folder, self.module.dtype).state_dict()))
+            with _one_load_at_a_time:
+                original = _load_plain(self.folder, self.module.dtype)
+            self._copy_base(dict(original.state_dict()))
         self.base_is_original = weights is None
 
     def _copy_base(self, weights: Weights) -> None:
@@ -156,7 +164,14 @@ def load_language_model(
     folder: Path, *, dtype: str, lora: LoraSettings | None, random: RandomStream, window: int
 ) -> LanguageModel:
     """Load a model, with a fresh adapter if `lora` asks for one, and with room for sequences of `window` tokens."""
-    module = _load_plain(folder, getattr(torch, dtype))
+    with _one_load_at_a_time:
+        return _load_language_model(folder, getattr(torch, dtype), lora, random, window)
+
+
+def _load_language_model(
+    folder: Path, dtype: torch.dtype, lora: LoraSettings | None, random: RandomStream, window: int
+) -> LanguageModel:
+    module = _load_plain(folder, dtype)
     # Rotary positions need no table, so a stand-in can take the longer sequences of the model that it stands for.
     module.config.max_position_embeddings = max(int(getattr(module.config, "max_position_embeddings", 0) or 0), window)
     if lora is not None:
