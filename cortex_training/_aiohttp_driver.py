@@ -93,7 +93,9 @@ class AiohttpDriver:
                     sock_connect=request.timeouts.connect_s,
                     sock_read=request.timeouts.read_s,
                 ),
-                ssl=_tls_context(self._settings.verify_ssl, ca_file(self._settings)),
+                ssl=_tls_context(self._settings.verify_ssl, ca_file(self._settings))
+                if url.startswith("https")
+                else True,
                 proxy=proxy_for(self._settings, url),
                 middlewares=(_send_once,),
             ) as answer:
