@@ -39,7 +39,7 @@ def s3_server() -> Iterator[S3Server]:
     import boto3
 
     port = free_port()
-    command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, str(Path(__file__).with_name("s3_process.py")), str(port)]
     environment = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "3"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

@@ -100,16 +100,27 @@ def test_a_save_or_an_entry_that_is_gone_already_is_fine(log: PublicationLog) ->
     assert saves(log) == ["exec/a/3"]
 
 
-def test_more_than_a_thousand_entries(s3_store: Store) -> None:
-    """More than a page of a listing."""
-    log = PublicationLog(s3_store)
-    for number in range(1003):
+def entries_over_pages(store: Store, count: int) -> None:
+    log = PublicationLog(store)
+    for number in range(count):
         log.store.create(f"pub/{number:020d}-{1:020d}-MV4GKYZPMEXTC")
     latest = publish(log, "exec/z", 2000, 1)
-    assert len(log.entries()) == 1004
+    assert len(log.entries()) == count + 1
     assert saves(log)[-1] == latest
-    assert prune(log, 1001) == []
+    assert prune(log, count - 2) == []
     assert [entry.epoch for entry in log.entries()[:2]] == [3, 4]
+
+
+def test_entries_over_several_pages_of_a_listing(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = s3_store.connection.client  # type: ignore[attr-defined]
+    whole = client.list_objects_v2
+    monkeypatch.setattr(client, "list_objects_v2", lambda **arguments: whole(**{"MaxKeys": 10, **arguments}))
+    entries_over_pages(s3_store, 33)
+
+
+@pytest.mark.long
+def test_more_than_a_thousand_entries(s3_store: Store) -> None:
+    entries_over_pages(s3_store, 1003)
 
 
 def test_a_save_is_removed_in_as_many_batches_as_it_takes(log: PublicationLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,50 +253,59 @@ def test_links_inside_a_save_are_unlinked_and_not_followed(posix_store: PosixSto
     assert (outside / "checkpoint-1" / "precious").read_text() == "precious"
 
 
+# Swaps a folder for a link to `decoy` and back, each state as long as the other, whatever is removed meanwhile.
 RACER = """
-import os, sys
+import contextlib, os, random, shutil, sys, time
 victim, decoy, aside = sys.argv[1:]
-sys.stdout.write("ready\\n"); sys.stdout.flush()
-while True:
-    try:
-        os.rename(victim, aside)
-        os.symlink(decoy, victim)
-        os.unlink(victim)
+def put_back():
+    with contextlib.suppress(OSError):
         os.rename(aside, victim)
-    except OSError:
-        if os.path.islink(victim):
+    shutil.rmtree(aside, ignore_errors=True)  # where there is another one by now, or nowhere to put it
+print("ready", flush=True)
+while True:
+    time.sleep(random.uniform(0, 0.0003))
+    with contextlib.suppress(OSError):
+        os.rename(victim, aside)
+        with contextlib.suppress(OSError):
+            os.symlink(decoy, victim)
+        time.sleep(random.uniform(0, 0.0003))
+        with contextlib.suppress(OSError):
             os.unlink(victim)
-        if os.path.isdir(aside) and not os.path.exists(victim):
-            os.rename(aside, victim)
+        put_back()
 """
 
 
+@pytest.mark.parametrize("often", [10, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("victim", ["exec/a", "exec/a/save", "exec/a/save/deep"])
 def test_a_link_swapped_in_at_any_moment_never_lets_prune_out(
-    posix_store: PosixStore, outside: Path, tmp_path: Path, victim: str
+    posix_store: PosixStore, outside: Path, tmp_path: Path, victim: str, often: int
 ) -> None:
     """Another process keeps swapping a folder on the way for a link to the outside, which holds the same names."""
     for folder in ("save/deep", "deep", "save"):
         (outside / folder).mkdir(parents=True, exist_ok=True)
         (outside / folder / "precious").write_text("precious")
     precious = sorted(outside.rglob("precious"))
-    aside = tmp_path / "aside"
-    command = [sys.executable, "-c", RACER, posix_store.locate(victim), str(outside), str(aside)]
-    put_save(posix_store, "exec/a/save/deep")
+    save = Path(posix_store.locate("exec/a/save"))
+    command = [sys.executable, "-c", RACER, posix_store.locate(victim), str(outside), str(tmp_path / "aside")]
     racer = subprocess.Popen(command, stdout=subprocess.PIPE)
-    outcomes: dict[str, int] = {}
+    outcomes = {"link": 0, "removed": 0, "refused": 0}
+    # A link within the folder that goes is removed with it, so that race shows in nothing but what stays outside.
+    met = "removed" if victim.startswith("exec/a/save/") else "link"
     try:
         assert racer.stdout is not None
         assert racer.stdout.readline() == b"ready\n"
-        for _ in range(150):
-            with contextlib.suppress(OSError, StoreError):
-                put_save(posix_store, "exec/a/save/deep", "precious")
+        while min(outcomes["removed"], outcomes[met]) < often:
+            assert racer.poll() is None
+            with contextlib.suppress(OSError):
+                (save / "deep").mkdir(parents=True, exist_ok=True)
+                (save / "deep" / "shard").write_text("x")
+            there = save.is_dir()
             try:
-                outcome = posix_store.remove_folder("exec/a/save") or "removed"
-            except StoreError as fault:
-                outcome = type(fault).__name__
-            outcome = "link" if "symbolic link" in outcome else outcome
-            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+                link = posix_store.remove_folder("exec/a/save")
+            except StoreError:
+                outcomes["refused"] += 1  # a folder that would not stay empty
+            else:
+                outcomes["link" if link else "removed"] += there
             # Writing through a link that was swapped in is the writer's affair; removing is ours.
             assert [path for path in precious if not path.exists()] == [], outcomes
     finally:
@@ -293,7 +313,7 @@ def test_a_link_swapped_in_at_any_moment_never_lets_prune_out(
         racer.wait()
         assert racer.stdout is not None
         racer.stdout.close()
-    assert outcomes
+    print(f"\n{victim}: {outcomes}")
 
 
 # --- crashes --------------------------------------------------------------------------------------------------------
