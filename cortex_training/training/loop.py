@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from cortex_training.datasets import Batches, Dataset, check_window
-from cortex_training.errors import ConfigurationError, NotFoundError
+from cortex_training.datasets import Dataset, check_window
+from cortex_training.errors import ConfigurationError, CortexTrainingError, NotFoundError
 from cortex_training.training import operations, segments
 from cortex_training.training.driver import Driver, SegmentLost
+from cortex_training.training.frames import Frames
 from cortex_training.training.journal import Superseded
+from cortex_training.training.last_words import last_error_lines
 from cortex_training.training.offload import offload, run_slot, unbroken
 from cortex_training.training.plan import TrainingPlan
 from cortex_training.training.progress import ProgressCallback, RunFailed, TrainingResult
@@ -56,24 +59,28 @@ async def run(
         )
         await offload(claim_identity, store, identity)
         batches = dataset.batches(plan.micro_batch_size, plan.micro_batches_per_step, plan.seed)
+        frames = Frames(batches, plan.micro_batches_per_step)
         driver = await Driver.claim(plan, client, store, attempt=attempt, progress=progress, stop=stop)
         try:
-            await _train(driver, batches)
+            await _train(driver, frames)
             result = await _finish(driver)
         except Superseded:
             raise
-        except RunFailed:
+        except RunFailed as failed:
+            said = await _last_error_lines(driver)
             await _end_owned_job(driver)
-            await driver.release()
-            raise
+            await _release(driver)
+            raise RunFailed("\n".join([str(failed), *said])) from failed
         except BaseException:
-            await unbroken(driver.release())
+            await unbroken(_release(driver))
             raise
+        finally:
+            await frames.drop()
         await driver.release()
         return result
 
 
-async def _train(driver: Driver, batches: Batches) -> None:
+async def _train(driver: Driver, frames: Frames) -> None:
     """Train to the last step, in as many segments as it takes."""
     _stop_if_diverged(driver)
     if driver.state.finished_steps >= driver.plan.steps:
@@ -84,7 +91,7 @@ async def _train(driver: Driver, batches: Batches) -> None:
             if recovering:
                 await segments.recover(driver)
                 recovering = False
-            await _train_segment(driver, batches)
+            await _train_segment(driver, frames)
             return
         except SegmentLost as lost:
             await _replace(driver, lost)
@@ -101,7 +108,7 @@ async def _replace(driver: Driver, lost: SegmentLost) -> None:
             lost = again
 
 
-async def _train_segment(driver: Driver, batches: Batches) -> None:
+async def _train_segment(driver: Driver, frames: Frames) -> None:
     """Step by step to the end. Each turn looks at what the journal says is done, so it can begin anywhere."""
     plan = driver.plan
     while True:
@@ -113,26 +120,26 @@ async def _train_segment(driver: Driver, batches: Batches) -> None:
             await operations.weight_sync(driver, step)
         if step >= plan.steps:
             # Measured, never stepped: the last save counts only if its weights still give a finite loss.
-            loss = await operations.forward_backward(driver, batches, step + 1, 0)
+            loss = await operations.forward_backward(driver, frames, step + 1, 0)
             await _require_finite(driver, step, loss)
             await operations.publish_verified(driver)
             return
-        await _train_step(driver, batches, step + 1)
+        await _train_step(driver, frames, step + 1)
 
 
-async def _train_step(driver: Driver, batches: Batches, step: int) -> None:
+async def _train_step(driver: Driver, frames: Frames, step: int) -> None:
     plan = driver.plan
     began = time.monotonic()
     losses = []
     for micro_batch in range(plan.micro_batches_per_step):
-        loss = await operations.forward_backward(driver, batches, step, micro_batch)
+        loss = await operations.forward_backward(driver, frames, step, micro_batch)
         await _require_finite(driver, step - 1, loss)
         losses.append(loss)
         if micro_batch == 0:
             await operations.publish_verified(driver)
     global_steps = await operations.optimizer_step(driver, step)
     took = time.monotonic() - began
-    tokens = await offload(_tokens, batches, step, plan.micro_batches_per_step)
+    tokens = await frames.tokens(step)
     rate = plan.learning_rate.at(step, plan.steps)
     mean = sum(losses) / len(losses)
     driver.tell(
@@ -189,6 +196,22 @@ async def _end_owned_job(driver: Driver) -> None:
         await segments.cancel(driver, driver.segment.job_id)
 
 
+async def _last_error_lines(driver: Driver) -> list[str]:
+    if driver.state.current is None:
+        return []
+    lines = await last_error_lines(driver.client, driver.segment.job_id)
+    return ["the service's log ends with:", *lines] if lines else []
+
+
+async def _release(driver: Driver) -> None:
+    """Release the run on the way out of a failure, which must stay the failure that is raised.
+
+    A successor that finds no ``released`` waits the sending window out; nothing else is lost.
+    """
+    with contextlib.suppress(CortexTrainingError):
+        await driver.release()
+
+
 async def _require_finite(driver: Driver, step: int, loss: float) -> None:
     """Stop at a loss that is not finite: the same batches would diverge again, and nothing of it may be published."""
     if not math.isfinite(loss):
@@ -226,10 +249,6 @@ async def _training_sub_job(client: AsyncCortexTrainingClient, job_id: str) -> d
     raise ConfigurationError.of(
         "plan.job_id", job_id, "this job has no training sub-job; create one with a training_config"
     )
-
-
-def _tokens(batches: Batches, step: int, micro_batches: int) -> int:
-    return sum(len(s.tokens) for m in range(micro_batches) for s in batches.sequences(step, m))
 
 
 def _sync_due(driver: Driver, step: int) -> bool:

@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 
 from cortex_training import identity
-from cortex_training.datasets import Batches
 from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
 from cortex_training.protocol.results import checkpoint_id
 from cortex_training.publication.prune import prune
 from cortex_training.publication.save import RESUMABLE, SaveManifest
 from cortex_training.training.driver import Driver, SegmentLost, loss_value
+from cortex_training.training.frames import Frames
 from cortex_training.training.offload import offload
 from cortex_training.training.progress import RunFailed
 from cortex_training.training.state import Base, Operation
 
 
-async def forward_backward(driver: Driver, batches: Batches, step: int, micro_batch: int) -> float:
+async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batch: int) -> float:
     """Run one forward-backward and return its mean loss.
 
     Sent again under the same group id whenever its answer is missing: the service runs a group once and answers a
@@ -27,7 +27,7 @@ async def forward_backward(driver: Driver, batches: Batches, step: int, micro_ba
     attempt number.
     """
     segment = driver.segment
-    frame = await offload(batches.frame, step, micro_batch)
+    frame = await frames.frame(step, micro_batch)
     while True:
         attempt = segment.attempts_failed(step, micro_batch)
         if attempt >= driver.plan.max_attempts:

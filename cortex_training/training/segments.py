@@ -86,6 +86,8 @@ async def ensure_running(driver: Driver) -> None:
             raise SegmentLost(f"job {segment.job_id} is gone")
         if not segment.owned:
             raise ConfigurationError.of("plan.job_id", segment.job_id, "the service knows no such job; create it first")
+        # A run that was told to stop is about to be torn down: a job made now would outlive the teardown.
+        driver.check_stop()
         await unbroken(_create(driver))
     elif is_terminal_job(job.get("status")):
         raise SegmentLost(f"job {segment.job_id} is {job.get('status')}: {job.get('reason') or 'no reason given'}")

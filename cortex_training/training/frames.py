@@ -1,0 +1,49 @@
+"""Frames of a run, the next one built while the service computes the last."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cortex_training.datasets import Batches
+from cortex_training.training.offload import offload
+
+Position = tuple[int, int]
+
+
+class Frames:
+    """Frames by (step, micro-batch), with one frame built ahead in the pool.
+
+    At most two frames are in memory: the one that is being sent and the next one.
+    """
+
+    def __init__(self, batches: Batches, micro_batches_per_step: int) -> None:
+        self._batches = batches
+        self._per_step = micro_batches_per_step
+        self._ahead: tuple[Position, asyncio.Task[bytes]] | None = None
+
+    async def frame(self, step: int, micro_batch: int) -> bytes:
+        """The frame of a micro-batch; the one after it is begun before this returns."""
+        wanted = (step, micro_batch)
+        if self._ahead is not None and self._ahead[0] == wanted:
+            built = await self._ahead[1]
+        else:
+            # A recovery jumps back; what was built for another position is of no use.
+            await self.drop()
+            built = await offload(self._batches.frame, step, micro_batch)
+        following = (step, micro_batch + 1) if micro_batch + 1 < self._per_step else (step + 1, 0)
+        self._ahead = (following, asyncio.create_task(offload(self._batches.frame, *following)))
+        return built
+
+    async def tokens(self, step: int) -> int:
+        """Tokens of a step, padding left out."""
+        return await offload(
+            lambda: sum(len(s.tokens) for m in range(self._per_step) for s in self._batches.sequences(step, m))
+        )
+
+    async def drop(self) -> None:
+        """Let go of the frame that was built ahead, and of the error that building it may have raised."""
+        if self._ahead is not None:
+            await asyncio.wait({self._ahead[1]})
+            if not self._ahead[1].cancelled():
+                self._ahead[1].exception()
+            self._ahead = None

@@ -1,0 +1,44 @@
+"""What the service's own log says about a failure; a person should not have to go and look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cortex_training.errors import CortexTrainingError
+
+if TYPE_CHECKING:
+    from cortex_training.aio import AsyncCortexTrainingClient
+
+_LINES = 5
+_LINE_CHARACTERS = 300
+_PATIENCE_S = 10.0
+
+
+async def last_error_lines(client: AsyncCortexTrainingClient, job_id: str) -> list[str]:
+    """The last error lines of the training sub-job's log; empty when the log can't be read any more.
+
+    Best effort: a failure that is being reported must not turn into another one, nor wait for one.
+    """
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            page = await client.tail_logs(job_id, sub_job_id=f"{job_id}:training:0", max_lines=200)
+    except (CortexTrainingError, TimeoutError):
+        return []
+    entries = [entry for entry in page.get("entries", []) if _is_error(entry)]
+    return [_text(entry)[:_LINE_CHARACTERS] for entry in entries[-_LINES:]]
+
+
+def _is_error(entry: Any) -> bool:
+    if isinstance(entry, Mapping):
+        return str(entry.get("level", "")).upper() in ("ERROR", "CRITICAL", "FATAL") or (
+            "_raw" in entry and ("Error" in str(entry["_raw"]))
+        )
+    return "Error" in str(entry)
+
+
+def _text(entry: Any) -> str:
+    if isinstance(entry, Mapping):
+        return str(entry.get("msg") or entry.get("message") or entry.get("_raw") or entry)
+    return str(entry)
