@@ -45,10 +45,10 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready $(PUBLIC_VENV)/.ready
 	CORTEX_TRAINING_PUBLIC_PYTHON=$(CURDIR)/$(PUBLIC_VENV)/bin/python $(PYTEST) -m "not long and not live"
-	$(PYTEST) -m "live and short and not long" tests/live
+	$(PYTEST) -m "live and short and not long"
 
 test-live: $(VENV)/.ready
-	$(PYTEST) -m "live and not short and not long" tests/live
+	$(PYTEST) -m "live and not short and not long"
 
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
