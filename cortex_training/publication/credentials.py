@@ -155,6 +155,10 @@ def _credentials(found: Mapping[str, str], source: str) -> Credentials:
         if name not in found:
             raise CredentialsError(f"credentials: {source}: no field {name}")
     values = {name: checked_value(source, name, value) for name, value in found.items()}
+    for name in ("access_key_id", "session_token"):
+        # Else the client could not send a single request, and would call each a fault of the network.
+        if not values.get(name, "").isascii():
+            raise CredentialsError(f"credentials: {source}: {name} holds a character that no header can (not ASCII)")
     try:
         endpoint = parse_endpoint(values["endpoint"]) if "endpoint" in values else None
     except ConfigurationError as problem:

@@ -64,6 +64,8 @@ def test_when_none_answers_each_is_named_with_its_reason(tmp_path: Path) -> None
         ("secret_access_key", "line\n\n", "secret_access_key holds white space"),
         ("secret_access_key", "line\r\n", "secret_access_key holds white space"),
         ("secret_access_key", "nul\x00", "secret_access_key holds white space"),
+        ("access_key_id", "AKIA𝄞", "access_key_id holds a character that no header can"),
+        ("session_token", "hush-hush-ü", "session_token holds a character that no header can"),
         ("endpoint", "s3.example:9000", "endpoint: it does not start with http"),
         ("endpoint", "https://s3.example/bucket", "endpoint: it has a path"),
         ("endpoint", "https://s3.example/", "endpoint: it has a path"),
