@@ -136,6 +136,7 @@ class Scene:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+            self.check_so_far()
             raise Wrong(f"the driver was not done after {self.patience_s:g} s") from None
         self.check_so_far()
         return Ended(process.returncode, out, err)

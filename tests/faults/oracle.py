@@ -80,6 +80,7 @@ def check_so_far(evidence: Evidence, reference: Reference, *, doubled: bool = Fa
             raise Wrong(f"segment {number} of the journal calls itself {segment.number}")
         _steps_once(evidence, segment, doubled)
         _batches_once(evidence, segment, reference, doubled)
+    _failures_rename(evidence)
     for publication in evidence.publications:
         _justified(evidence, publication, reference)
 
@@ -205,18 +206,32 @@ def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, do
             raise Wrong(f"segment {segment.number}: loss {record['loss']} for {at}, not {reference.losses[at]}")
 
 
+def _failures_rename(evidence: Evidence) -> None:
+    """A batch that failed under a name is not sent under that name again: it would only fail again."""
+    by_number = dict(zip(evidence.numbers, evidence.records, strict=True))
+    failed: set[tuple[int, ...]] = set()
+    for record in evidence.records:
+        if record["type"] == "outcome" and record["status"] == "failed":
+            intent = by_number[record["intent"]]
+            if intent["op"] == "forward_backward":
+                name = (intent["segment"], intent["step"], intent["micro_batch"], intent["attempt"])
+                if name in failed:
+                    raise Wrong(f"(segment, step, micro-batch, attempt) {name} failed and was sent again")
+                failed.add(name)
+
+
 def _justified(evidence: Evidence, publication: Publication, reference: Reference) -> None:
     """Published only once a finite loss was measured on these very weights."""
     step, manifest = publication.step, publication.manifest
     segment = evidence.segments[manifest["segment"]]
     if manifest["global_steps"] != evidence.count(segment, step) or manifest["job_id"] != segment.job_id:
         raise Wrong(f"step {step} was published from a checkpoint with global_steps {manifest['global_steps']}")
-    loss = manifest["metrics"]["loss"]
-    if manifest["metrics"]["step"] != step or loss is None or not math.isfinite(loss):
-        raise Wrong(f"the manifest of step {step} says {manifest['metrics']}")
     names = {group_id(segment.job_id, segment.number, step + 1, 0, attempt) for attempt in range(4)}
     if not any(r["chunk_group"] in names for r in evidence.log):
         raise Wrong(f"step {step} was published before a loss was measured on its weights")
+    loss = manifest["metrics"]["loss"]
+    if manifest["metrics"]["step"] != step or loss is None or not math.isfinite(loss):
+        raise Wrong(f"the manifest of step {step} says {manifest['metrics']}")
     if loss not in (reference.losses[step + 1, 0], reference.mean_loss(step + 1)):
         raise Wrong(f"step {step} was published with loss {loss}")
 

@@ -18,7 +18,7 @@ from tests.faults.proxy import DROP_BEFORE
 pytestmark = pytest.mark.live
 
 CHAINS = chains(6)
-QUICK = CHAINS[:8]
+QUICK = CHAINS[:6]
 
 
 def name(chain):
@@ -61,7 +61,7 @@ def test_a_killed_driver_is_taken_over(scene, chain):
     check_lineage(scene, chain, result)
 
 
-@pytest.mark.parametrize("chain", QUICK[:2], ids=name)
+@pytest.mark.parametrize("chain", QUICK[1:2], ids=name)
 def test_a_driver_that_is_asked_to_stop_keeps_its_job(scene, chain):
     assert die_along(scene, chain, TERMINATE)["segments"] == 1
 

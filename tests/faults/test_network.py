@@ -14,7 +14,10 @@ STEP, BATCH, SAVE = r"^POST .*/step$", r"^POST .*/forward-backward$", r"^POST .*
 CREATE, POLL, CANCEL = r"^POST .*/cortex-training$", r"^GET .*/requests/", r"^POST .*:cancel$"
 
 
-@pytest.mark.parametrize("skip", [0, 2, 4], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    "skip",
+    [pytest.param(0, id="first", marks=pytest.mark.long), pytest.param(2, id="middle"), pytest.param(4, id="last")],
+)
 @pytest.mark.parametrize(("action", "segments"), [(DROP_BEFORE, 2), (DROP_AFTER, 1), (LATE, 2)])
 def test_a_step_without_an_answer_is_settled_by_a_save(scene, action, segments, skip):
     # Late is later than the settling save: the step lands on a job that was given up.
@@ -23,7 +26,7 @@ def test_a_step_without_an_answer_is_settled_by_a_save(scene, action, segments, 
     assert replayed(scene.evidence, scene.material.reference) == 0
 
 
-@pytest.mark.parametrize("skip", [0, 1, 4], ids=["first", "saved", "last"])
+@pytest.mark.parametrize("skip", [0, 1, 4], ids=["first", "before a save", "last"])
 def test_a_step_that_the_network_repeats_costs_its_job(scene, skip):
     scene.doubled = True
     scene.proxy.add(STEP, TWICE, skip=skip)
@@ -42,6 +45,7 @@ def test_nothing_else_is_changed_by_lost_late_or_repeated_messages(scene):
     assert scene.finish()["segments"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", [CREATE, SAVE], ids=["create", "save"])
 @pytest.mark.parametrize("action", [DROP_BEFORE, TWICE, LATE])
 def test_a_job_and_a_save_survive_the_same(scene, pattern, action):

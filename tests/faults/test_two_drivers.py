@@ -29,7 +29,9 @@ def wake_up(scene, frozen):
     return scene.wait(frozen)
 
 
-@pytest.mark.parametrize(("point", "step"), FROZEN_AT)
+@pytest.mark.parametrize(
+    ("point", "step"), [*FROZEN_AT[:3], *(pytest.param(*place, marks=pytest.mark.long) for place in FROZEN_AT[3:])]
+)
 def test_a_driver_that_wakes_up_behind_its_successor_changes_nothing(scene, point, step):
     frozen = freeze(scene, point, step)
     try:
