@@ -32,7 +32,7 @@ class ClientSettings:
     auth: Auth = field(default_factory=NoAuth)
     verify_ssl: bool = True
     ca_bundle: str | None = None
-    proxy: str | None = None
+    proxy: str | None = field(default=None, repr=False)
     token_prompts: str = "json"
 
     @property

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from cortex_training.cli import (
     artifacts,
@@ -48,12 +49,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _warn_of_other_client() -> None:
+    """The public client owns the same import name; whichever was installed last overwrote files of the other."""
+    try:
+        metadata.distribution("cortex-training")
+    except metadata.PackageNotFoundError:
+        return
+    print(
+        "warning: cortex-training is installed beside cortex-training-client under the same import name; run "
+        "`pip uninstall -y cortex-training cortex-training-client`, then `pip install cortex-training-client`",
+        file=sys.stderr,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         options = build_parser().parse_args(argv)
     except SystemExit as end:  # argparse: 0 after --help, 2 for a wrong command line
         return end.code if isinstance(end.code, int) else 2
+    _warn_of_other_client()
     try:
         exit_code: int = options.handler(options)
         sys.stdout.flush()

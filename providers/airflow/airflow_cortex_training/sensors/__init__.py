@@ -1,0 +1,3 @@
+from airflow_cortex_training.distribution import refuse_other_client
+
+refuse_other_client()
