@@ -90,7 +90,7 @@ class Scene:
         self.proxy = proxy
         self.material = material
         self.root = folder / "run"
-        self.doubled = False
+        self.doubled = 0
         self.restored = True
         self.mistake: str | None = None
         self.patience_s = 60.0

@@ -72,8 +72,8 @@ class Evidence:
         return [r for r in self.log if r["op"] == op and r["job_id"] == job_id]
 
 
-def check_so_far(evidence: Evidence, reference: Reference, *, doubled: bool = False) -> None:
-    """What holds at every moment, also right after a driver died. `doubled`: the network repeated a step."""
+def check_so_far(evidence: Evidence, reference: Reference, *, doubled: int = 0) -> None:
+    """What holds at every moment, also right after a driver died. `doubled`: how many steps the network may repeat."""
     _journal_has_one_writer_at_a_time(evidence)
     for number, segment in enumerate(evidence.segments):
         if segment.number != number:
@@ -159,7 +159,7 @@ def _journal_has_one_writer_at_a_time(evidence: Evidence) -> None:
             raise Wrong(f"record {number} ({record['type']}) is of epoch {record['epoch']}, and {epoch} has the run")
 
 
-def _steps_once(evidence: Evidence, segment: Lineage, doubled: bool) -> None:
+def _steps_once(evidence: Evidence, segment: Lineage, doubled: int) -> None:
     shift = evidence.count(segment, 0)
     made = [r["global_steps"] - shift for r in evidence.executed("step", segment.job_id)]
     expected = list(range(segment.start + 1, segment.start + 1 + len(made)))
@@ -173,7 +173,7 @@ def _steps_once(evidence: Evidence, segment: Lineage, doubled: bool) -> None:
         raise Wrong(f"segment {segment.number} executed {made}; confirmed are {certain}, open {sorted(segment.open)}")
 
 
-def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, doubled: bool) -> None:
+def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, doubled: int) -> None:
     """Every forward-backward is the one that the reference makes there, on the weights that it has there."""
     names = {
         group_id(segment.job_id, segment.number, step, micro_batch, attempt): (step, micro_batch)

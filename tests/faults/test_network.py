@@ -28,7 +28,7 @@ def test_a_step_without_an_answer_is_settled_by_a_save(scene, action, segments, 
 
 @pytest.mark.parametrize("skip", [0, 1, 4], ids=["first", "before a save", "last"])
 def test_a_step_that_the_network_repeats_costs_its_job(scene, skip):
-    scene.doubled = True
+    scene.doubled = 1
     scene.proxy.add(STEP, TWICE, skip=skip)
     assert scene.finish()["segments"] == 2
 

@@ -32,7 +32,7 @@ class Night:
 
     @property
     def doubled(self):
-        return any(pattern == STEP and action == TWICE for pattern, action, _ in self.rules)
+        return sum(fields["times"] for pattern, action, fields in self.rules if (pattern, action) == (STEP, TWICE))
 
     def _hit(self):
         point = self.chance.choice([*POINTS, *RECOVERY_POINTS])
