@@ -1,5 +1,11 @@
 """The driver dies, or is asked to stop, at every place that the table knows, and the same command goes on."""
 
+import contextlib
+import random
+import signal
+import subprocess
+import time
+
 import pytest
 
 from tests.faults.driver import KILL, TERMINATE, Hit
@@ -66,12 +72,29 @@ def test_a_driver_that_is_asked_to_stop_keeps_its_job(scene, chain):
     assert die_along(scene, chain, TERMINATE)["segments"] == 1
 
 
-@pytest.mark.parametrize("point", RECOVERY_POINTS)
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=[pytest.mark.long] * p.startswith("before")) for p in RECOVERY_POINTS]
+)
 def test_a_driver_killed_during_a_rescue_does_not_go_back_to_the_old_job(scene, point):
     scene.proxy.add(r"^POST .*/step$", DROP_BEFORE, skip=2)
     ended = scene.drive(Hit(point, 3, KILL))
     assert ended.code == -9, ended.err
     assert scene.finish()["segments"] == 2
+
+
+@pytest.mark.long
+def test_twenty_restarts_of_a_slow_run_make_no_new_job(scene):
+    scene.proxy.add(r"/(forward-backward|step|save)$", "forward", times=10**6, before=lambda: time.sleep(0.2))
+    moments = random.Random(20)
+    for _ in range(20):
+        process = scene.start()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0.8, 1.8))
+        process.send_signal(signal.SIGTERM)
+        # -15 is a driver that was still importing.
+        assert scene.wait(process).code in (130, 0, -signal.SIGTERM)
+    assert scene.finish()["segments"] == 1
+    assert replayed(scene.evidence, scene.material.reference) == 0
 
 
 @pytest.mark.long
