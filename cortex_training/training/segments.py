@@ -114,14 +114,19 @@ async def cancel(driver: Driver, job_id: str) -> None:
     if job_id in driver.state.cancelled:
         return
 
-    async def attempt() -> None:
+    async def attempt() -> bool:
         try:
             await driver.client.cancel_job(job_id)
-        except (NotFoundError, ConflictError):
-            return
+        except NotFoundError:
+            return False
+        except ConflictError:
+            pass
+        return True
 
-    await driver.patiently(f"cancel job {job_id}", attempt)
-    await driver.record("cancelled", {"job_id": job_id})
+    # A job that is not there is not on record as cancelled: if its creation was refused, the next driver creates it
+    # under this very id, and has to cancel it in the end.
+    if await driver.patiently(f"cancel job {job_id}", attempt):
+        await driver.record("cancelled", {"job_id": job_id})
 
 
 async def _begin(driver: Driver, *, base: Base | None, reason: str) -> None:

@@ -85,6 +85,15 @@ def test_a_cancelled_batch_gets_a_new_name(scene):
     assert scene.finish()["segments"] == 1
 
 
+def test_a_credential_that_ends_stops_drivers_and_not_the_run(scene):
+    for pattern, skip in ((CREATE, 0), (BATCH, 2), (STEP, 1), (SAVE, 0), (POLL, 3)):
+        scene.proxy.add(pattern, ANSWER, skip=skip, status=401, body={"code": "390114", "message": "token expired"})
+        ended = scene.drive()
+        assert ended.code == 1
+        assert "token expired" in ended.err
+    assert scene.finish()["segments"] == 1
+
+
 def cancel_a_batch(scene, skip):
     """Keep the job busy with saves, so that the batch behind them can be cancelled before it begins."""
     job_id = []

@@ -144,6 +144,16 @@ def test_a_job_that_dies_is_replaced_from_the_last_publication(undisturbed, runs
     assert result.job_id == second
 
 
+def test_a_job_whose_creation_was_refused_at_first_is_cancelled_in_the_end(undisturbed, runs, proxy):
+    proxy.add(r"^POST .*/cortex-training$", ANSWER, status=401, body={"code": "390114", "message": "token expired"})
+    with pytest.raises(RunFailed, match="refused to create a job"):
+        runs.run()
+    result = runs.run()
+    assert result.segments == 1
+    assert job_state(runs, result.job_id) in ("cancelling", "cancelled")
+    assert losses(runs.root) == losses(undisturbed[0].root)
+
+
 def test_a_stopped_run_goes_on_in_its_job(undisturbed, runs):
     async def main():
         from cortex_training.training import run
