@@ -24,7 +24,7 @@ class LocalService:
         self.folder = folder
         self.threads = threads
         self.base_url = ""
-        self.token = secrets.token_urlsafe(24)
+        self.token = secrets.token_hex(24)
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -51,7 +51,8 @@ class LocalService:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the local service did not start; see {self.folder / 'service.log'}")
+            said = (self.folder / "service.log").read_text()[-2000:]
+            raise RuntimeError(f"the local service did not start:\n{said}")
         self.base_url = json.loads(line)["base_url"]
         return self
 
