@@ -23,8 +23,10 @@ from cortex_training.protocol.jobs import Progress
 from cortex_training.protocol.logs import LogStream
 from cortex_training.protocol.streams import EventStream
 from cortex_training.settings import ClientSettings, checked_settings, settings_of_profile, url_of_host
+from cortex_training.telemetry import observed, telemetry_of
 
 
+@observed
 class AsyncCortexTrainingClient:
     """The methods of `CortexTrainingClient` as coroutines; see there for arguments, results and errors.
 
@@ -52,6 +54,7 @@ class AsyncCortexTrainingClient:
         ca_bundle: str | None = None,
         proxy: str | None = None,
         token_prompts: str = "json",
+        telemetry_timeout: float | None = None,
         session: aiohttp.ClientSession | None = None,
     ) -> None:
         self._configure(
@@ -73,6 +76,7 @@ class AsyncCortexTrainingClient:
                 ca_bundle=ca_bundle,
                 proxy=proxy,
                 token_prompts=token_prompts,
+                telemetry_timeout=telemetry_timeout,
             ),
             session,
         )
@@ -80,6 +84,7 @@ class AsyncCortexTrainingClient:
     def _configure(self, settings: ClientSettings, session: aiohttp.ClientSession | None) -> None:
         self._settings = settings
         self._opened_session: SnowflakeSessionAuth | None = None
+        self._telemetry = telemetry_of(settings)
         self._context = Context(settings.policy)
         self._driver = AiohttpDriver(settings, session)
         self._run = self._driver.run
@@ -93,11 +98,22 @@ class AsyncCortexTrainingClient:
         schema: str,
         endpoint: str = "cortex-training",
         verify_ssl: bool = True,
+        *,
+        telemetry_timeout: float = 3.0,
         **options: Any,
     ) -> Self:
         """A client with a programmatic access token. `host` is a host name or a URL with scheme and port; `options`
         are those of the constructor."""
-        return cls(url_of_host(host), database, schema, endpoint, auth=PatAuth(pat), verify_ssl=verify_ssl, **options)
+        return cls(
+            url_of_host(host),
+            database,
+            schema,
+            endpoint,
+            auth=PatAuth(pat),
+            verify_ssl=verify_ssl,
+            telemetry_timeout=telemetry_timeout,
+            **options,
+        )
 
     @classmethod
     def from_connection_name(
@@ -108,6 +124,7 @@ class AsyncCortexTrainingClient:
         schema: str | None = None,
         endpoint: str = "cortex-training",
         verify_ssl: bool = True,
+        telemetry_timeout: float = 3.0,
         **options: Any,
     ) -> Self:
         """A client with the session of a Snowflake connection profile (None: the default profile).
@@ -117,7 +134,16 @@ class AsyncCortexTrainingClient:
         """
         auth = SnowflakeSessionAuth(connection_name)
         base_url, database, schema = settings_of_profile(auth, database, schema)
-        client = cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+        client = cls(
+            base_url,
+            database,
+            schema,
+            endpoint,
+            auth=auth,
+            verify_ssl=verify_ssl,
+            telemetry_timeout=telemetry_timeout,
+            **options,
+        )
         client._opened_session = auth
         return client
 
@@ -500,6 +526,11 @@ class AsyncCortexTrainingClient:
 
     # The object itself
 
+    async def emit_metric(self, operation: str, value: Any = 1, *, attributes: Mapping[str, Any] | None = None) -> None:
+        """As `CortexTrainingClient.emit_metric`."""
+        if self._telemetry is not None:
+            self._telemetry.emit(operation, value, attributes)
+
     async def clock_skew_s(self) -> float | None:
         """As `CortexTrainingClient.clock_skew_s`."""
         return await self._run(clock_skew_s(self._context))
@@ -522,6 +553,8 @@ class AsyncCortexTrainingClient:
 
     async def aclose(self) -> None:
         """Close what this client opened: connections, unless the session is shared, and a profile's session."""
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.close)
         await self._driver.aclose()
         if self._opened_session is not None:
             await asyncio.to_thread(self._opened_session.close)

@@ -33,6 +33,7 @@ from cortex_training.protocol.jobs import Progress
 from cortex_training.protocol.logs import LogStream
 from cortex_training.protocol.streams import EventStream
 from cortex_training.settings import ClientSettings, checked_settings, settings_of_profile, url_of_host
+from cortex_training.telemetry import observed, telemetry_of
 
 __all__ = [
     "CheckpointType",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 
+@observed
 class CortexTrainingClient:
     """Calls the service and waits for answers. Threads may share one client; a forked process gets sockets of its own.
 
@@ -60,6 +62,9 @@ class CortexTrainingClient:
 
     `auth` is a credential (`cortex_training.auth`). Proxies come from `proxy` or the environment, never a credential
     from netrc. `token_prompts="tensor"` sends token prompts as int32 tensors instead of JSON lists.
+
+    `telemetry_timeout`, which `from_pat` and `from_connection_name` set, bounds each request of the best-effort reports
+    about failed operations (`cortex_training.telemetry`); None sends none.
 
     Methods raise the errors of `cortex_training.errors`. A `permit` is called right before a request's body is written,
     at every attempt; what it raises goes to the caller, and then that attempt did not reach the service.
@@ -85,6 +90,7 @@ class CortexTrainingClient:
         ca_bundle: str | None = None,
         proxy: str | None = None,
         token_prompts: str = "json",
+        telemetry_timeout: float | None = None,
     ) -> None:
         self._configure(
             checked_settings(
@@ -105,12 +111,14 @@ class CortexTrainingClient:
                 ca_bundle=ca_bundle,
                 proxy=proxy,
                 token_prompts=token_prompts,
+                telemetry_timeout=telemetry_timeout,
             )
         )
 
     def _configure(self, settings: ClientSettings) -> None:
         self._settings = settings
         self._opened_session: SnowflakeSessionAuth | None = None
+        self._telemetry = telemetry_of(settings)
         self._context = Context(settings.policy)
         self._driver = RequestsDriver(settings)
         self._run = self._driver.run
@@ -124,11 +132,22 @@ class CortexTrainingClient:
         schema: str,
         endpoint: str = "cortex-training",
         verify_ssl: bool = True,
+        *,
+        telemetry_timeout: float = 3.0,
         **options: Any,
     ) -> Self:
         """A client with a programmatic access token. `host` is a host name or a URL with scheme and port; `options`
         are those of the constructor."""
-        return cls(url_of_host(host), database, schema, endpoint, auth=PatAuth(pat), verify_ssl=verify_ssl, **options)
+        return cls(
+            url_of_host(host),
+            database,
+            schema,
+            endpoint,
+            auth=PatAuth(pat),
+            verify_ssl=verify_ssl,
+            telemetry_timeout=telemetry_timeout,
+            **options,
+        )
 
     @classmethod
     def from_connection_name(
@@ -139,6 +158,7 @@ class CortexTrainingClient:
         schema: str | None = None,
         endpoint: str = "cortex-training",
         verify_ssl: bool = True,
+        telemetry_timeout: float = 3.0,
         **options: Any,
     ) -> Self:
         """A client with the session of a Snowflake connection profile (None: the default profile).
@@ -148,7 +168,16 @@ class CortexTrainingClient:
         """
         auth = SnowflakeSessionAuth(connection_name)
         base_url, database, schema = settings_of_profile(auth, database, schema)
-        client = cls(base_url, database, schema, endpoint, auth=auth, verify_ssl=verify_ssl, **options)
+        client = cls(
+            base_url,
+            database,
+            schema,
+            endpoint,
+            auth=auth,
+            verify_ssl=verify_ssl,
+            telemetry_timeout=telemetry_timeout,
+            **options,
+        )
         client._opened_session = auth
         return client
 
@@ -554,6 +583,12 @@ class CortexTrainingClient:
 
     # The object itself
 
+    def emit_metric(self, operation: str, value: Any = 1, *, attributes: Mapping[str, Any] | None = None) -> None:
+        """Send an event of your own the way failed operations are reported: best effort, never an error, and nothing
+        at all where telemetry is off. Never put prompts or secrets into it."""
+        if self._telemetry is not None:
+            self._telemetry.emit(operation, value, attributes)
+
     def clock_skew_s(self) -> float | None:
         """Seconds that this machine's clock is ahead of the service's; None when the service does not tell its time."""
         return self._run(clock_skew_s(self._context))
@@ -576,6 +611,8 @@ class CortexTrainingClient:
 
     def close(self) -> None:
         """Close the connections, and the profile's session if this client opened it."""
+        if self._telemetry is not None:
+            self._telemetry.close()
         self._driver.close()
         if self._opened_session is not None:
             self._opened_session.close()

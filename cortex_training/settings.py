@@ -34,6 +34,7 @@ class ClientSettings:
     ca_bundle: str | None = None
     proxy: str | None = field(default=None, repr=False)
     token_prompts: str = "json"
+    telemetry_timeout: float | None = None
 
     @property
     def policy(self) -> Policy:
@@ -69,6 +70,7 @@ def checked_settings(
     ca_bundle: str | None,
     proxy: str | None,
     token_prompts: str,
+    telemetry_timeout: float | None,
 ) -> ClientSettings:
     """Raises `ConfigurationError` naming the argument, its value and the fix."""
     if poll_interval is not None:
@@ -95,6 +97,8 @@ def checked_settings(
             raise ConfigurationError.of("ca_bundle", ca_bundle, "does not exist")
     if token_prompts not in ("json", "tensor"):
         raise ConfigurationError.of("token_prompts", token_prompts, "must be 'json' or 'tensor'")
+    if telemetry_timeout is not None:
+        _positive("telemetry_timeout", telemetry_timeout)
     settings = ClientSettings(
         base_url=_checked_base_url(base_url),
         database=database,
@@ -113,6 +117,7 @@ def checked_settings(
         ca_bundle=ca_bundle,
         proxy=_checked_proxy(proxy),
         token_prompts=token_prompts,
+        telemetry_timeout=telemetry_timeout,
     )
     _ = settings.policy  # a database, schema or endpoint that is no path segment is refused here, not at the first call
     return settings

@@ -21,6 +21,7 @@ CLIENT = {
     "auth",
     "conformance",
     "settings",
+    "telemetry",
     "_network",
     "_sending",
     "_requests_driver",

@@ -36,6 +36,7 @@ from cortex_training.errors import (
     ProtocolError,
     TransportError,
 )
+from cortex_training.protocol import tally
 from cortex_training.protocol.context import Context
 from cortex_training.protocol.messages import Flow, Kind, Request, Response, Sleep, TransportFault, computed
 from cortex_training.protocol.refusals import api_error, is_session_expired, is_zone_restarting, was_not_accepted
@@ -85,11 +86,14 @@ def exchange(
     until = deadline
     if until is None:
         until = context.clock() + (context.policy.retry_budget_s if budget_s is None else budget_s)
+    tally.count(requests=1)
     failure: CortexTrainingError | None = None
     retries = 0
     lost_reply = renewed = False
     while True:
-        answer: Response | TransportFault = yield _bounded(context, request, deadline, failure)
+        attempt = _bounded(context, request, deadline, failure)
+        tally.count(attempts=1)
+        answer: Response | TransportFault = yield attempt
         _log.debug("%s %s: %s", request.method, request.path, answer)
         if isinstance(answer, Response) and 200 <= answer.status < 300:
             context.saw_ids(request.names)
