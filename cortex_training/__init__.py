@@ -40,6 +40,7 @@ _HOME = {
     "SendRefused": "errors",
     "ServiceError": "errors",
     "TransportError": "errors",
+    "build_forward_backward_kwargs": "payloads",
     "build_forward_backward_payload": "payloads",
     "serialize_forward_backward_args": "payloads",
     "TrainingPlan": "training",

@@ -204,11 +204,11 @@ class AsyncCortexTrainingClient:
     # Training
 
     async def forward_backward(
-        self, job_id: str, frame: bytes, *, chunk_group_id: str | None = None, permit: Permit = None
+        self, job_id: str, data: bytes, *, chunk_group_id: str | None = None, permit: Permit = None
     ) -> str:
         """As `CortexTrainingClient.forward_backward`."""
         return await self._run(
-            training.forward_backward(self._context, job_id, frame, chunk_group_id=chunk_group_id, permit=permit)
+            training.forward_backward(self._context, job_id, data, chunk_group_id=chunk_group_id, permit=permit)
         )
 
     async def step(self, job_id: str, learning_rate: float | None = None, *, permit: Permit = None) -> str:
@@ -437,7 +437,7 @@ class AsyncCortexTrainingClient:
     async def forward(
         self,
         job_id: str,
-        payload: Any,
+        payload: Any = None,
         *,
         sub_job_id: str | None = None,
         sub_job_type: str | None = None,
@@ -486,7 +486,7 @@ class AsyncCortexTrainingClient:
     async def router_replay_discard(
         self,
         job_id: str,
-        sample_ids: Sequence[str],
+        sample_ids: Sequence[str] | None = None,
         *,
         sub_job_id: str | None = None,
         sub_job_type: str | None = None,

@@ -245,15 +245,15 @@ class CortexTrainingClient:
     # Training
 
     def forward_backward(
-        self, job_id: str, frame: bytes, *, chunk_group_id: str | None = None, permit: Permit = None
+        self, job_id: str, data: bytes, *, chunk_group_id: str | None = None, permit: Permit = None
     ) -> str:
-        """Send one batch (a DSSST1 frame) and return the id of the request that computes its gradients.
+        """Send one batch (`data`, a DSSST1 frame) and return the id of the request that computes its gradients.
 
         `chunk_group_id` names the operation: the service runs it once however often the same frame is sent under the
         same id, also from another process. A random one is used if None.
         """
         return self._run(
-            training.forward_backward(self._context, job_id, frame, chunk_group_id=chunk_group_id, permit=permit)
+            training.forward_backward(self._context, job_id, data, chunk_group_id=chunk_group_id, permit=permit)
         )
 
     def step(self, job_id: str, learning_rate: float | None = None, *, permit: Permit = None) -> str:
@@ -490,7 +490,7 @@ class CortexTrainingClient:
     def forward(
         self,
         job_id: str,
-        payload: Any,
+        payload: Any = None,
         *,
         sub_job_id: str | None = None,
         sub_job_type: str | None = None,
@@ -543,7 +543,7 @@ class CortexTrainingClient:
     def router_replay_discard(
         self,
         job_id: str,
-        sample_ids: Sequence[str],
+        sample_ids: Sequence[str] | None = None,
         *,
         sub_job_id: str | None = None,
         sub_job_type: str | None = None,

@@ -167,15 +167,16 @@ class InferenceConfig:
 
 @dataclass
 class SubJobConfig:
-    """One sub-job of a job: exactly one of `training_config` and `inference_config` is set.
+    """One sub-job of a job: `training` is set, which is sent as ``training_config``, or `sampling`, which is sent as
+    ``inference_config``.
 
     Use the factories `training_job` and `sampling_job` unless the blocks already exist.
     """
 
     job_type: JobType | str
     model_name: str
-    training_config: TrainingConfig | None = None
-    inference_config: InferenceConfig | None = None
+    training: TrainingConfig | None = None
+    sampling: InferenceConfig | None = None
     global_batch_size: int | None = None
     dtype: str | None = None
     seed: int | None = None
@@ -217,7 +218,7 @@ class SubJobConfig:
         return cls(
             job_type=JobType.TRAINING,
             model_name=model_name,
-            training_config=training,
+            training=training,
             global_batch_size=global_batch_size,
             dtype=dtype,
             seed=seed,
@@ -254,7 +255,7 @@ class SubJobConfig:
         return cls(
             job_type=job_type,
             model_name=model_name,
-            inference_config=inference,
+            sampling=inference,
             global_batch_size=global_batch_size,
             dtype=dtype,
             seed=seed,
@@ -269,14 +270,13 @@ class SubJobConfig:
             raise ConfigurationError.of("job_type", self.job_type, f"must be one of {', '.join(JobType)}")
         if not isinstance(self.model_name, str) or not self.model_name.strip():
             raise ConfigurationError.of("model_name", self.model_name, "must name a model, e.g. 'Qwen/Qwen3-0.6B'")
+        block: TrainingConfig | InferenceConfig | None = self.training
+        surplus: TrainingConfig | InferenceConfig | None = self.sampling
         wanted, other = "training_config", "inference_config"
         if kind != JobType.TRAINING:
-            wanted, other = other, wanted
-        if getattr(self, other) is not None:
-            raise ConfigurationError.of(
-                other, getattr(self, other), f"a {kind} sub-job takes {wanted} only; leave {other} out"
-            )
-        block = getattr(self, wanted)
+            block, surplus, wanted, other = surplus, block, other, wanted
+        if surplus is not None:
+            raise ConfigurationError.of(other, surplus, f"a {kind} sub-job takes {wanted} only; leave {other} out")
         if block is None:
             raise ConfigurationError.of(wanted, None, f"a {kind} sub-job needs it")
         block.validate()
@@ -299,10 +299,10 @@ class SubJobConfig:
                 wire[name] = getattr(self, name)
         if self.model_post_init is not None:
             wire["model_post_init"] = list(self.model_post_init)
-        if self.training_config is not None:
-            wire["training_config"] = self.training_config.to_wire()
-        if self.inference_config is not None:
-            wire["inference_config"] = self.inference_config.to_wire()
+        if self.training is not None:
+            wire["training_config"] = self.training.to_wire()
+        if self.sampling is not None:
+            wire["inference_config"] = self.sampling.to_wire()
         if self.source_checkpoint_info is not None:
             wire["source_checkpoint_info"] = dict(self.source_checkpoint_info)
         return wire
@@ -325,8 +325,8 @@ def check_matching_lora(sub_jobs: Sequence[SubJobConfig]) -> None:
     When both sides of a job carry a ``peft_config``, `r`, `lora_alpha` and `target_modules` must be equal (a weight
     sync with ``weight_format="lora"`` would fail hours later). Raises `ConfigurationError`.
     """
-    training = [(index, _lora(job.training_config)) for index, job in enumerate(sub_jobs)]
-    sampling = [(index, _lora(job.inference_config)) for index, job in enumerate(sub_jobs)]
+    training = [(index, _lora(job.training)) for index, job in enumerate(sub_jobs)]
+    sampling = [(index, _lora(job.sampling)) for index, job in enumerate(sub_jobs)]
     for trained_at, trained in training:
         for sampled_at, sampled in sampling:
             if trained is None or sampled is None:

@@ -79,18 +79,32 @@ def build_forward_backward_payload(spec: Mapping[str, Any]) -> bytes:
     args = fields.get("args", [])
     if not isinstance(args, list | tuple):
         raise ConfigurationError.of("args", args, "must be a JSON list of positional arguments")
-    given = fields.get("kwargs")
-    if given is not None and not fields.keys().isdisjoint({"input_ids", "texts"}):
-        raise ConfigurationError(
-            "payload has kwargs, which are sent as they are, and input_ids or texts: give one", field="kwargs"
-        )
-    kwargs = _model_arguments(fields) if given is None else _given_arguments(_mapping("kwargs", given))
+    kwargs = _keyword_arguments(fields)
     context = fields.get("context")
     if context is not None:
         context = {
             name: _context_value(f"context.{name}", value) for name, value in _mapping("context", context).items()
         }
     return serialize_forward_backward_args(tuple(args), kwargs, context=context, processing=fields.get("processing"))
+
+
+def build_forward_backward_kwargs(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Only the model's arguments of that JSON, ``[batch, sequence]``, for a frame that is put together by hand.
+
+    They are numpy arrays (`wire.RawTensor` for bfloat16), which `wire.dumps` takes as it takes torch tensors.
+    """
+    return _keyword_arguments(_checked_fields(payload))
+
+
+def _keyword_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    given = fields.get("kwargs")
+    if given is None:
+        return _model_arguments(fields)
+    if not fields.keys().isdisjoint({"input_ids", "texts"}):
+        raise ConfigurationError(
+            "payload has kwargs, which are sent as they are, and input_ids or texts: give one", field="kwargs"
+        )
+    return _given_arguments(_mapping("kwargs", given))
 
 
 def _checked_fields(spec: object) -> Mapping[str, Any]:

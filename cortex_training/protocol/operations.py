@@ -117,7 +117,7 @@ def bootstrap_router_replay(
 def router_replay_discard(
     context: Context,
     job_id: str,
-    sample_ids: Sequence[str],
+    sample_ids: Sequence[str] | None,
     *,
     sub_job_id: str | None = None,
     sub_job_type: str | None = None,
@@ -125,7 +125,7 @@ def router_replay_discard(
 ) -> Flow[dict[str, Any]]:
     if isinstance(sample_ids, str):
         raise ConfigurationError.of("sample_ids", sample_ids, "must be a list of sample ids")
-    payload = {"sample_ids": list(sample_ids), **(extra or {})}
+    payload = {"sample_ids": list(sample_ids or ()), **(extra or {})}
     request = operation_request(
         context,
         job_id,

@@ -13,7 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cortex_training import build_forward_backward_payload, serialize_forward_backward_args, wire
+from cortex_training import (
+    build_forward_backward_kwargs,
+    build_forward_backward_payload,
+    serialize_forward_backward_args,
+    wire,
+)
 from cortex_training.errors import ConfigurationError
 from cortex_training.payloads import tensor_from_json
 
@@ -251,3 +256,12 @@ def test_payloads_of_ids_import_neither_torch_nor_tokenizers():
         assert not {"torch", "transformers", "tokenizers"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_models_arguments_alone_are_those_of_the_frame() -> None:
+    spec = {"input_ids": [[5, 6, 7]], "attention_mask": True}
+    arguments = build_forward_backward_kwargs(spec)
+    sent = wire.loads(build_forward_backward_payload(spec), framework="numpy")["kwargs"]
+    assert arguments.keys() == sent.keys() == {"input_ids", "attention_mask", "labels"}
+    for name, value in arguments.items():
+        np.testing.assert_array_equal(value, sent[name])

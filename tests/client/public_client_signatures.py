@@ -1,0 +1,41 @@
+"""Prints what the public client offers, as JSON: for each of its public callables, the parameters.
+
+Runs in the public client's own Python. A parameter is [name, kind, whether it has a default].
+"""
+
+import inspect
+import json
+from typing import Any
+
+import cortex_training
+
+
+def parameters(function: Any) -> list[list[Any]]:
+    return [
+        [parameter.name, parameter.kind.name, parameter.default is not parameter.empty]
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self"
+    ]
+
+
+def main() -> None:
+    offered: dict[str, Any] = {}
+    for name in cortex_training.__all__:
+        value = getattr(cortex_training, name)
+        if inspect.isfunction(value):
+            offered[name] = parameters(value)
+        elif inspect.isclass(value):
+            offered[name] = None
+            if not issubclass(value, BaseException | str):
+                offered[f"{name}.__init__"] = parameters(value)
+                for method, _ in inspect.getmembers(value, callable):
+                    if not method.startswith("_"):
+                        offered[f"{name}.{method}"] = parameters(getattr(value, method))
+            elif issubclass(value, str):
+                offered |= {f"{name}.{member.name}": None for member in value}
+        else:
+            offered[name] = None
+    print(json.dumps(offered))
+
+
+main()
