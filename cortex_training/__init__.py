@@ -30,6 +30,7 @@ _HOME = {
     "ConfigurationError": "errors",
     "ConflictError": "errors",
     "CortexTrainingError": "errors",
+    "DatabaseNotCreated": "errors",
     "DeadlineExceeded": "errors",
     "JobFailed": "errors",
     "NotFoundError": "errors",

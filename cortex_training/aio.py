@@ -55,6 +55,7 @@ class AsyncCortexTrainingClient:
         proxy: str | None = None,
         token_prompts: str = "json",
         telemetry_timeout: float | None = None,
+        create_database: bool = False,
         session: aiohttp.ClientSession | None = None,
     ) -> None:
         self._configure(
@@ -77,6 +78,7 @@ class AsyncCortexTrainingClient:
                 proxy=proxy,
                 token_prompts=token_prompts,
                 telemetry_timeout=telemetry_timeout,
+                create_database=create_database,
             ),
             session,
         )

@@ -64,7 +64,8 @@ class CortexTrainingClient:
     from netrc. `token_prompts="tensor"` sends token prompts as int32 tensors instead of JSON lists.
 
     `telemetry_timeout`, which `from_pat` and `from_connection_name` set, bounds each request of the best-effort reports
-    about failed operations (`cortex_training.telemetry`); None sends none.
+    about failed operations (`cortex_training.telemetry`); None sends none. With `create_database` a database or schema
+    that the service misses is created; without it that is an error.
 
     Methods raise the errors of `cortex_training.errors`. A `permit` is called right before a request's body is written,
     at every attempt; what it raises goes to the caller, and then that attempt did not reach the service.
@@ -91,6 +92,7 @@ class CortexTrainingClient:
         proxy: str | None = None,
         token_prompts: str = "json",
         telemetry_timeout: float | None = None,
+        create_database: bool = False,
     ) -> None:
         self._configure(
             checked_settings(
@@ -112,6 +114,7 @@ class CortexTrainingClient:
                 proxy=proxy,
                 token_prompts=token_prompts,
                 telemetry_timeout=telemetry_timeout,
+                create_database=create_database,
             )
         )
 

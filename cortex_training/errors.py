@@ -187,5 +187,9 @@ class JobFailed(CortexTrainingError, RuntimeError):
         self.reason = reason
 
 
+class DatabaseNotCreated(CortexTrainingError, RuntimeError):
+    """The service misses the database or schema, and creating it, which the client was asked to do, failed."""
+
+
 class ProtocolError(CortexTrainingError, RuntimeError):
     """An answer that breaks the protocol: not JSON, a redirect, a missing id, a wrong hash."""

@@ -35,6 +35,7 @@ class ClientSettings:
     proxy: str | None = field(default=None, repr=False)
     token_prompts: str = "json"
     telemetry_timeout: float | None = None
+    create_database: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -48,6 +49,7 @@ class ClientSettings:
             retry_budget_s=self.retry_budget_s,
             request_timeout=self.request_timeout,
             token_prompts=self.token_prompts,
+            database_to_create=(self.database, self.schema) if self.create_database else None,
         )
 
 
@@ -71,6 +73,7 @@ def checked_settings(
     proxy: str | None,
     token_prompts: str,
     telemetry_timeout: float | None,
+    create_database: bool,
 ) -> ClientSettings:
     """Raises `ConfigurationError` naming the argument, its value and the fix."""
     if poll_interval is not None:
@@ -97,6 +100,8 @@ def checked_settings(
             raise ConfigurationError.of("ca_bundle", ca_bundle, "does not exist")
     if token_prompts not in ("json", "tensor"):
         raise ConfigurationError.of("token_prompts", token_prompts, "must be 'json' or 'tensor'")
+    if not isinstance(create_database, bool):
+        raise ConfigurationError.of("create_database", create_database, "must be True or False")
     if telemetry_timeout is not None:
         _positive("telemetry_timeout", telemetry_timeout)
     settings = ClientSettings(
@@ -118,6 +123,7 @@ def checked_settings(
         proxy=_checked_proxy(proxy),
         token_prompts=token_prompts,
         telemetry_timeout=telemetry_timeout,
+        create_database=create_database,
     )
     _ = settings.policy  # a database, schema or endpoint that is no path segment is refused here, not at the first call
     return settings

@@ -28,6 +28,8 @@ class Policy:
     retry_budget_s: float = 120.0
     request_timeout: tuple[float, float] = (30.0, 600.0)
     token_prompts: str = "json"
+    database_to_create: tuple[str, str] | None = None
+    """Database and schema to create when the service misses them."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -59,6 +61,7 @@ class Context:
     submitted: Bounded[tuple[str, str], Submitted] = field(default_factory=lambda: Bounded(8192))
     durations: Bounded[tuple[str, str], Durations] = field(default_factory=lambda: Bounded(512))
     windows: Bounded[str, tuple[int | None]] = field(default_factory=lambda: Bounded(256))
+    database_created: bool = False
     job_ids_honoured: bool | None = None
     """Whether the service keeps the job id a caller sends; None until a create answered."""
 

@@ -36,7 +36,7 @@ from cortex_training.errors import (
     ProtocolError,
     TransportError,
 )
-from cortex_training.protocol import tally
+from cortex_training.protocol import bootstrap, tally
 from cortex_training.protocol.context import Context
 from cortex_training.protocol.messages import Flow, Kind, Request, Response, Sleep, TransportFault, computed
 from cortex_training.protocol.refusals import api_error, is_session_expired, is_zone_restarting, was_not_accepted
@@ -82,7 +82,34 @@ def exchange(
 
     Raises `ApiError`, `TransportError`, `OutcomeUnknown`, `DeadlineExceeded`, and what `request.permit` raises.
     An `ApiError` has `after_lost_reply` set when an earlier attempt of the same call may have been executed.
+    A missing database is created once, if the policy says so (`DatabaseNotCreated` if that fails): the call that found
+    it missing was refused, so it is sent again.
     """
+    tried_with_database = context.database_created
+    try:
+        return (yield from _attempts(context, request, deadline, budget_s))
+    except ApiError as error:
+        wanted = context.policy.database_to_create
+        if wanted is None or tried_with_database or not bootstrap.says_database_missing(error):
+            raise
+    if not context.database_created:
+        yield from _create_database(context, wanted, deadline)
+    return (yield from _attempts(context, request, deadline, budget_s))
+
+
+def _create_database(context: Context, wanted: tuple[str, str], deadline: float | None) -> Flow[None]:
+    for statement in bootstrap.statements(*wanted):
+        request = bootstrap.statement_request(context.policy, statement)
+        try:
+            response = yield from _attempts(context, request, deadline, budget_s=None)
+        except (ApiError, TransportError) as error:
+            raise bootstrap.not_created(statement, str(error)) from error
+        bootstrap.check_executed(statement, response)
+        _log.warning("executed %s, because the service misses the database or schema", statement)
+    context.database_created = True
+
+
+def _attempts(context: Context, request: Request, deadline: float | None, budget_s: float | None) -> Flow[Response]:
     until = deadline
     if until is None:
         until = context.clock() + (context.policy.retry_budget_s if budget_s is None else budget_s)
