@@ -46,6 +46,12 @@ async def test_the_first_value_is_remembered(on_server: PrefectServer) -> None:
     assert await labels.remember("job", "second") == "first"
 
 
+async def test_claims_that_two_processes_made_at_once_have_one_winner(on_server: PrefectServer) -> None:
+    run_id = await write_and_read([{"epoch.abc.theirs": 6, "epoch.abcd.another": 1}])
+    await RunLabels(run_id).write({"epoch.abc.ours": 7})
+    assert await RunLabels(run_id).remember("epoch.abc", 9) == 6
+
+
 async def test_labels_written_at_the_same_moment_are_all_stored(on_server: PrefectServer) -> None:
     run_id = await write_and_read([])
     await asyncio.gather(*(RunLabels(run_id).write({f"key-{n}": n}) for n in range(12)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from cortex_training.publication import PublicationLog
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training import CortexTrainingCredentials, CortexTrainingJob, CortexTrainingJobRun
 from prefect_cortex_training.labels import root_digest
+from prefect_cortex_training.tasks import operations
 
 from .conftest import PAT
 
@@ -166,3 +169,26 @@ async def test_a_job_that_ends_while_it_is_waited_for_is_an_error_with_its_reaso
     await run.acancel()
     with pytest.raises(JobFailed, match="cancelled"):
         await CortexTrainingJobRun(run.job_id, credentials).await_until_running()
+
+
+def test_completions_survive_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data is synced under another name, then takes the name, then the name is synced."""
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(handle: int) -> None:
+        done.append("sync folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "sync file")
+        sync(handle)
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", renamed)
+    target = tmp_path / "two words.json"
+    target.write_bytes(b"old")
+    operations._write_durably(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert done == ["sync file", "rename", "sync folder"]

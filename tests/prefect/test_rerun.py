@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -35,6 +36,7 @@ from prefect_cortex_training import (
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
 from prefect_cortex_training.dispatch import run_to_end
 from prefect_cortex_training.labels import RunLabels, jobs_in
+from prefect_cortex_training.tasks import operations
 
 from .scripted_service import ScriptedService
 
@@ -187,7 +189,7 @@ def test_several_jobs_of_one_run_have_names(service: ScriptedService) -> None:
 def test_waiting_counts_from_the_first_wait(service: ScriptedService) -> None:
     def body() -> None:
         job_id = create_job("block", SUB_JOBS)
-        run_to_end(RunLabels(flow_run.id).write({f"waiting_since.{job_id}": 1.0}))
+        run_to_end(RunLabels(flow_run.id).write({f"waiting_since.{job_id}.earlier": 1.0}))
         wait_until_running("block", job_id, timeout_s=10.0)
 
     in_a_flow(body)
@@ -308,6 +310,40 @@ def test_a_forward_backward_keeps_its_group_until_the_service_says_it_failed(
     first, again, after_failure, other = [call[2] for call in service.named("forward_backward")]
     assert first == again
     assert len({first, after_failure, other}) == 3
+
+
+def test_two_processes_of_one_flow_run_send_a_micro_batch_under_one_group_id(
+    service: ScriptedService, frames: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has written anything when the other one reads."""
+    read = RunLabels.read
+
+    async def body() -> None:
+        both_have_read = asyncio.Barrier(2)
+
+        async def read_together(labels: RunLabels) -> dict[str, Any]:
+            found = await read(labels)
+            await both_have_read.wait()
+            return found
+
+        monkeypatch.setattr(RunLabels, "read", read_together)
+        call = operations._forward_backward("block", "j", "manifest.json", step=1, micro_batch=0, micro_batch_size=2)
+        again = operations._forward_backward("block", "j", "manifest.json", step=1, micro_batch=0, micro_batch_size=2)
+        await asyncio.gather(call, again)
+
+    in_a_flow(lambda: run_to_end(body()))
+    first, second = [call[2] for call in service.named("forward_backward")]
+    assert first == second
+
+
+def test_two_flow_runs_on_one_job_have_groups_of_their_own(service: ScriptedService, frames: None) -> None:
+    def body() -> None:
+        forward_backward("block", "j", "manifest.json", step=1, micro_batch_size=2)
+
+    in_a_flow(body)
+    in_a_flow(body)
+    first, second = [call[2] for call in service.named("forward_backward")]
+    assert first != second
 
 
 def test_a_save_in_flight_is_waited_for_and_a_lost_one_is_sent_anew(

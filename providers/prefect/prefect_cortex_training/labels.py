@@ -6,12 +6,14 @@ there first: the id of a job before it is created, the intent of an optimizer st
 
     job.<name>.<generation>.<job id>   a job; the value is the credentials block that can cancel it
     finished.<job id>                  the flow run needed nothing more of this job
-    waiting_since.<job id>             when waiting for the job began, UTC epoch seconds
-    <verb>.<job id>.<seq>              an operation: the id of its request, or of its chunk group
+    waiting_since.<job id>.<claim>     when waiting for the job began, UTC epoch seconds
+    <verb>.<job id>.<seq>              an operation: the id of its request
+    forward_backward.<job id>.<step>.<micro-batch>.failed.<n>
+                                       the service said that attempt n at this micro-batch failed
     step.<job id>.<seq>.<claim>        an optimizer step: "intent", "not sent", or the id of its request
     root.<digest>                      root of a training run, whose journal names further jobs
     root_owner.<digest>                credentials block that can cancel those
-    epoch.<digest>                     epoch that the run's exports into a root are published under
+    epoch.<digest>.<claim>             epoch that the run's exports into a root are published under
     artifact.<key>                     id of the artifact that shows a training run's progress
 
 each with ``cortex_training.`` in front. The server merges labels, so what must not be lost when one flow run is
@@ -31,6 +33,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.runtime import flow_run
 
 from cortex_training.errors import ConfigurationError
+from cortex_training.identity import new_token
 
 PREFIX = "cortex_training."
 Label = str | int | float | bool
@@ -97,12 +100,20 @@ class RunLabels:
         return {key.removeprefix(PREFIX): value for key, value in run.labels.items() if key.startswith(PREFIX)}
 
     async def remember(self, key: str, value: Label) -> Label:
-        """The value under `key`, which is `value` if nothing was written there yet."""
-        known = (await self.read()).get(key)
-        if known is not None:
-            return known
-        await self.write({key: value})
-        return value
+        """The value under `key`, which is `value` if nothing was written there yet. Values of one key are comparable.
+
+        Two processes that find nothing at the same moment both claim, and from then on the smallest claim counts. The
+        first to look may already have gone on with its own, so this is for values of which two do no harm.
+        """
+        claims = _claims(await self.read(), key)
+        if not claims:
+            claims = _claims(await self.write({f"{key}.{new_token()[:8]}": value}), key)
+        smallest: Label = min(claims)
+        return smallest
+
+
+def _claims(labels: Mapping[str, Label], key: str) -> list[Any]:
+    return [value for name, value in labels.items() if name.startswith(f"{key}.")]
 
 
 def job_key(name: str, generation: int, job_id: str) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import uuid5
 
 from prefect.logging import get_run_logger
 
@@ -42,19 +41,22 @@ async def _forward_backward(
         micro_batches_per_step, seed: as in the other calls on this dataset, or batches overlap.
         timeout_s: longest wait for the request.
 
-    The group id is written into the flow run's labels first: sending the same group again is answered with the first
-    execution. After a request that the service confirms as failed, the next run of the task uses a new group id.
+    The group id follows from the flow run and the micro-batch: whoever executes the flow run, even two processes at
+    once, sends the same group, and the service runs it once. A request that the service confirms as failed is noted in
+    the flow run's labels; the next run of the task uses the next group id.
     """
     frame = await asyncio.to_thread(_frame, dataset, step, micro_batch, micro_batch_size, micro_batches_per_step, seed)
     labels = RunLabels.of_current_run("forward_backward")
     key = f"forward_backward.{job_id}.{step}.{micro_batch}"
-    group_id = str(await labels.remember(key, str(uuid4())))
+    failed = sum(name.startswith(f"{key}.failed.") for name in await labels.read())
+    group_id = str(uuid5(labels.flow_run_id, f"{key}.{failed}"))
     async with connected(credentials) as client:
         request_id = await client.forward_backward(job_id, frame, chunk_group_id=group_id)
         try:
             result = await client.poll_request(job_id, request_id, timeout_s=timeout_s)
         except RequestFailed:
-            await labels.write({key: str(uuid4())})
+            # Whoever else sees this failure writes the same label, so one failure counts once.
+            await labels.write({f"{key}.failed.{failed}": True})
             raise
     return {"request_id": request_id, **numbers_of(result, "avg_loss")}
 
@@ -184,16 +186,18 @@ async def _generate(
         {"prompt": prompt, **{name: completion[name] for name in kept if name in completion}}
         for prompt, completion in zip(prompts, results, strict=True)
     ]
-    await asyncio.to_thread(_write_whole, target, json.dumps(completions, ensure_ascii=False, indent=1))
+    text = json.dumps(completions, ensure_ascii=False, indent=1)
+    await asyncio.to_thread(_write_durably, target, text.encode())
     get_run_logger().info("%d completions of job %s are in %s", len(completions), job_id, out)
     return {"request_id": request_id, "count": len(completions), "path": str(target)}
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def _write_durably(path: Path, data: bytes) -> None:
+    """On return the file survives a power failure: the task's result, stored next, says that it is there."""
+    from cortex_training.publication import durable
+
+    durable.replace_whole(str(path), data)
+    durable.sync_folder(str(path.parent))
 
 
 forward_backward, aforward_backward = task_pair("forward_backward", retries=2)(_forward_backward)
