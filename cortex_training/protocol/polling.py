@@ -26,6 +26,9 @@ from cortex_training.states import RequestState, is_terminal_job, is_terminal_re
 _log = logging.getLogger("cortex_training")
 
 MAX_EVENTS = 512
+POLL_REFUSALS = frozenset({400, 404, 409, 410, 412})
+"""Statuses by which a poll may be refused because its job does not run; the job's own state tells."""
+
 _MAX_REREADS = 3
 """How often one damaged or empty page of a finished result is asked for again."""
 _STATES_IN_FLIGHT = frozenset({RequestState.PENDING, RequestState.RUNNING, RequestState.STREAMING})
@@ -182,7 +185,7 @@ def _look(context: Context, wait: _Wait) -> Flow[dict[str, Any] | None]:
     try:
         return (yield from _read_status(context, wait.job_id, wait.request_id, wait.cursor, deadline=wait.deadline))
     except ApiError as refusal:
-        if refusal.status not in (400, 404, 409, 410, 412):
+        if refusal.status not in POLL_REFUSALS:
             raise
         try:
             job = yield from get_job(context, wait.job_id, deadline=wait.deadline)

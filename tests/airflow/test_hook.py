@@ -54,9 +54,19 @@ def test_an_unknown_connection_is_named_with_the_fix() -> None:
         CortexTrainingHook("nowhere").settings()
 
 
-def test_a_host_with_credentials_is_refused_without_showing_them(connection) -> None:
-    with pytest.raises(ConfigurationError) as refusal:
-        CortexTrainingHook(connection(host="https://user:hunter2@acme.example")).settings()
+@pytest.mark.parametrize(
+    "host",
+    [
+        "https://user:hunter2@acme.example",
+        "ftp://user:hunter2@acme.example",
+        "https://acme.example?token=hunter2",
+        "https://acme.example/#hunter2",
+        "https://acme.example:hunter2",
+    ],
+)
+def test_a_host_with_a_secret_in_it_is_refused_without_showing_it(connection, host: str) -> None:
+    with pytest.raises(ConfigurationError, match="host") as refusal:
+        CortexTrainingHook(connection(host=host)).settings()
     assert "hunter2" not in str(refusal.value)
 
 

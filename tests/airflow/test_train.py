@@ -16,6 +16,7 @@ from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, Task
 
 from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
+from airflow_cortex_training.run_folder import is_let_go, write_plan
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers import train as train_trigger
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
@@ -23,8 +24,8 @@ from cortex_training.client import CortexTrainingClient
 from cortex_training.errors import DeadlineExceeded
 from cortex_training.publication import PosixStore, PublicationLog
 from cortex_training.states import is_terminal_job
-from cortex_training.training import status
-from cortex_training.training.journal import read_journal
+from cortex_training.training import TrainingPlan, status
+from cortex_training.training.journal import JournalWriter, read_journal
 from tests.airflow.test_operators import SAMPLING, TRAINING
 from tests.faults.proxy import HOLD, FaultProxy
 
@@ -196,6 +197,59 @@ async def test_a_trigger_of_an_earlier_try_stands_by(
     assert not waiting.done()
     waiting.cancel()
     assert steps_executed(local_service, root) == [1, 2, 3, 4]
+
+
+async def test_standing_by_ends_at_the_deadline(service_connection, manifest, root) -> None:
+    write_plan(TrainingPlan.from_dict(plan(root, manifest)), "a", "another-nonce")
+    trigger = _trigger(service_connection, root)
+    trigger.deadline = time.time() - 1
+    # Without an end it would ask the root for ever, as fast as it answers.
+    event = await asyncio.wait_for(_fire(trigger), timeout=30)
+    assert (event["status"], event["root"]) == ("timeout", root)
+
+
+class TestLettingGo:
+    """When a run whose driver says nothing may be taken over."""
+
+    @pytest.fixture
+    def began(self, manifest, root, monkeypatch) -> Any:
+        """A run with `running_timeout_s` of a day whose driver wrote these records so many seconds ago."""
+        written = TrainingPlan.from_dict(plan(root, manifest, running_timeout_s=86_400))
+
+        def begin(seconds_ago: float, *records: tuple[str, dict[str, Any]]) -> None:
+            write_plan(written, "a", "n")
+            moment = time.time() - seconds_ago
+            with monkeypatch.context() as patch:
+                patch.setattr("cortex_training.training.journal.time.time", lambda: moment)
+                writer = JournalWriter.take_over(PosixStore(root), 1, "token", {})
+                for type_, body in records:
+                    writer.append(type_, body)
+
+        return begin
+
+    SEGMENT = ("segment", {"segment": 0, "job_id": "j", "owned": True, "base": None, "reason": "first start"})
+    INTENT = ("intent", {"op": "forward_backward", "segment": 0, "step": 1})
+
+    def test_a_driver_that_waits_for_gpus_is_not_silent(self, began, root) -> None:
+        began(20 * 3600.0, self.SEGMENT)
+        assert not is_let_go(root, "a")
+
+    def test_not_even_gpus_are_waited_for_longer_than_the_plan_says(self, began, root) -> None:
+        began(26 * 3600.0, self.SEGMENT)
+        assert is_let_go(root, "a")
+
+    @pytest.mark.parametrize(("seconds", "let_go"), [(600.0, False), (2 * 3600.0, True)])
+    def test_a_driver_at_work_is_silent_for_an_hour_at_most(self, began, root, seconds, let_go) -> None:
+        began(seconds, self.SEGMENT, self.INTENT)
+        assert is_let_go(root, "a") is let_go
+
+    def test_a_released_run_is_let_go_at_once(self, began, root) -> None:
+        began(0.0, self.SEGMENT, ("released", {}))
+        assert is_let_go(root, "a")
+
+    def test_a_run_that_nobody_began_is_not_let_go(self, root) -> None:
+        Path(root).mkdir()
+        assert not is_let_go(root, "a")
 
 
 def test_the_deadline_ends_the_run_and_its_jobs(task_run, connection, local_service, manifest, root, no_grace) -> None:

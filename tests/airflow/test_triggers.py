@@ -145,10 +145,20 @@ class TestRequest:
         assert event["status"] == "refused"
         assert len(scripted.asked) == (0 if changes else 1)
 
-    async def test_an_ended_job_is_the_answer(self, scripted, conn) -> None:
-        scripted.script = [(409, {"message": "not running"}, {}), {"status": "failed", "reason": "node lost"}]
+    @pytest.mark.parametrize("refusal", [400, 404, 409, 410, 412])
+    async def test_an_ended_job_is_the_answer(self, scripted, conn, refusal) -> None:
+        scripted.script = [(refusal, {"message": "not running"}, {}), {"status": "failed", "reason": "node lost"}]
         event = await fire(request_trigger())
         assert (event["status"], event["state"], event["error"]) == ("ended", "failed", "node lost")
+
+    async def test_a_refusal_on_a_job_that_runs_is_an_outcome_only_if_it_is_final(self, scripted, conn) -> None:
+        running = {"status": "running"}
+        scripted.script = [(409, {}, {}), running, (404, {}, {}), running, {"status": "done"}]
+        assert (await fire(request_trigger()))["status"] == "settled"
+        scripted.script = [(400, {"message": "no such cursor"}, {}), running]
+        event = await fire(request_trigger())
+        assert event["status"] == "refused"
+        assert "no such cursor" in event["error"]
 
     async def test_an_unknown_request_is_believed_lost_after_a_while(self, scripted, conn, monkeypatch) -> None:
         monkeypatch.setattr(waiting, "LOST_AFTER_S", 0.5)

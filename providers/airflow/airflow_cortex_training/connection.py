@@ -98,8 +98,9 @@ class ConnectionSettings:
 def _base_url(conn_id: str, host: str | None, port: int | None) -> str:
     text = _required(conn_id, "host", host, what="an account host name or a full URL")
     parts = urlsplit(text if "://" in text else f"https://{text}")
+    shown = f"{parts.scheme}://{parts.hostname or ''}"  # A query or a user's part may hold a secret.
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _wrong(conn_id, "host", text, "give a host name, or a URL like https://host:port")
+        raise _wrong(conn_id, "host", shown, "give a host name, or a URL like https://host:port")
     if parts.username or parts.password:
         # Not shown: whatever stands before the @ may be a secret.
         raise _wrong(
@@ -107,12 +108,12 @@ def _base_url(conn_id: str, host: str | None, port: int | None) -> str:
         )
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise _wrong(
-            conn_id, "host", text, "give scheme, host and port only; the path is built from database and schema"
+            conn_id, "host", shown, "give scheme, host and port only; the path is built from database and schema"
         )
     try:
         own_port = parts.port
     except ValueError:
-        raise _wrong(conn_id, "host", text, "its port is not a number") from None
+        raise _wrong(conn_id, "host", shown, "its port is not a number") from None
     location = parts.netloc if own_port or not port else f"{parts.netloc}:{port}"
     return urlunsplit((parts.scheme, location, "", "", ""))
 

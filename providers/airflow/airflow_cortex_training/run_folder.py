@@ -16,12 +16,13 @@ from airflow_cortex_training.connection import ConnectionSettings
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication import PosixStore, PublicationLog
 from cortex_training.training import TrainingPlan, status
-from cortex_training.training.journal import JournalWriter, Superseded, read_journal
+from cortex_training.training.journal import JournalWriter, Record, Superseded, read_journal
+from cortex_training.training.state import replay
 
 PLAN_FILE = "plan.json"
 
 SILENT_S = 3600.0
-"""A driver that is alive writes at least one record in so long, unless one request takes longer."""
+"""A driver whose job runs writes at least one record in so long, unless one request takes longer."""
 
 ENDED = {"ended": "by its owner"}
 """What the journal says when a run was taken from its driver for good. The next try of the task may still go on."""
@@ -51,19 +52,25 @@ def write_plan(plan: TrainingPlan, attempt: str, nonce: str) -> None:
 
 def read_plan(root: str, attempt: str, nonce: str) -> TrainingPlan:
     """The plan that the worker left. Raises `RootNotVisible` or `PlanReplaced`."""
+    found, plan = _written_plan(root, attempt)
+    if found != nonce:
+        raise PlanReplaced(f"{root}/{_name(attempt)} belongs to another try of the task")
+    return plan
+
+
+def _written_plan(root: str, attempt: str) -> tuple[str, TrainingPlan]:
+    """The nonce and the plan of the latest try. Raises `RootNotVisible`."""
     path = Path(root) / _name(attempt)
     try:
         document = json.loads(path.read_bytes())
-        found, plan = document["nonce"], document["plan"]
+        nonce, plan = document["nonce"], document["plan"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RootNotVisible(
             f"root {root} not visible from the triggerer ({type(error).__name__} at {path}): use a shared path or s3://"
             " that workers and triggerers see under the same name, or deferrable=False",
             field="plan.root",
         ) from error
-    if found != nonce:
-        raise PlanReplaced(f"{path} belongs to another try of the task")
-    return TrainingPlan.from_dict(plan)
+    return nonce, TrainingPlan.from_dict(plan)
 
 
 def was_begun(root: str) -> bool:
@@ -87,12 +94,24 @@ def is_over(root: str, steps: int) -> bool:
     return state.finished_steps >= steps or bool(state.diverged)
 
 
-def is_let_go(root: str) -> bool:
+def is_let_go(root: str, attempt: str) -> bool:
     """Whether the run at `root` waits for a driver: the last one released it, or has been silent for very long."""
-    last = read_journal(PosixStore(root))[-1]
-    if last.body.get("info") == ENDED:
+    records = read_journal(PosixStore(root))
+    if not records or records[-1].body.get("info") == ENDED:
         return False
-    return last.type == "released" or time.time() - last.at > SILENT_S
+    return records[-1].type == "released" or time.time() - records[-1].at > _longest_silence_s(records, root, attempt)
+
+
+def _longest_silence_s(records: list[Record], root: str, attempt: str) -> float:
+    """A segment without operations waits for its GPUs, and writes nothing until it has them."""
+    segment = replay(records).current
+    if segment is not None and segment.operations:
+        return SILENT_S
+    try:
+        return SILENT_S + _written_plan(root, attempt)[1].running_timeout_s
+    except ConfigurationError:
+        # Whoever takes over needs the plan too, and says what is wrong with it.
+        return SILENT_S
 
 
 def take_away(root: str) -> None:

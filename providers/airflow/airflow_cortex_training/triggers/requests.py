@@ -14,8 +14,9 @@ from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
 from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
-from cortex_training.errors import ConflictError
+from cortex_training.errors import ApiError
 from cortex_training.protocol.pace import Bounds
+from cortex_training.protocol.polling import POLL_REFUSALS
 from cortex_training.states import RequestState, is_terminal_job, is_terminal_request, job_state, request_state
 
 _BOUNDS = Bounds(shortest_s=1.0, longest_s=15.0)
@@ -124,11 +125,15 @@ class CortexTrainingRequestTrigger(BaseTrigger):
         except ReplyTooLarge:
             # Only a finished request has so much to say. What it says is for the worker.
             return Outcome(Status.SETTLED)
-        except ConflictError as refusal:
+        except ApiError as refusal:
+            if refusal.status not in POLL_REFUSALS:
+                raise
             # Polls are served while the job runs; if it does not, that is the answer.
             job = await hub.job(self.job_id)
             if is_terminal_job(job.get("status")):
                 return Outcome(Status.ENDED, job_state(job.get("status")), str(job.get("reason") or refusal))
+            if refusal.status != 409:
+                raise
             return None
         state = request_state(reply.get("status"))
         if state == RequestState.STREAMING:

@@ -109,6 +109,8 @@ class CortexTrainingTrainTrigger(BaseTrigger):
                 # this one stands by, in case that one dies.
                 self.log.info("standing by: %s", error)
                 await self._stand_by()
+                if time.time() >= self.deadline:
+                    return event(Status.TIMEOUT, root=self.root)
             except RunInterrupted:
                 return event(Status.TIMEOUT, root=self.root)
             except (ConfigurationError, RunFailed) as error:
@@ -157,7 +159,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         """Until the run was let go by its present driver, or is over, or the deadline."""
         while time.time() < self.deadline:
             await asyncio.sleep(SUPERSEDED_LOOK_S)
-            if await asyncio.to_thread(is_let_go, self.root):
+            if await asyncio.to_thread(is_let_go, self.root, self.attempt):
                 return
 
     def _failed(self, status: Status, error: Exception, *, permanent: bool) -> dict[str, Any]:
