@@ -101,7 +101,11 @@ class AiohttpDriver:
             ) as answer:
                 body = await answer.read()
         except aiohttp.InvalidURL as error:
-            raise ConfigurationError(f"base_url or proxy: aiohttp cannot use {url}: {error}") from None
+            # Not the library's own words: they hold the proxy's URL, with its password, or the header with the token.
+            raise ConfigurationError(
+                f"base_url, proxy or HTTPS_PROXY, HTTP_PROXY, ALL_PROXY: aiohttp cannot use {url} with them "
+                f"({type(error).__name__})"
+            ) from None
         except (aiohttp.ClientError, OSError, _NoReply) as error:
             if guard.refusal is not None:
                 raise guard.refusal from None
@@ -188,6 +192,9 @@ def _connection_failed(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
+    if isinstance(error, aiohttp.ClientHttpProxyError):
+        # Its own text holds the proxy's URL, with the password.
+        return f"the proxy answered {error.status} {error.message}"[:400]
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"{error.host}:{error.port}: {error.os_error}"[:400]
     return str(error) if isinstance(error, _NoReply) else f"{type(error).__name__}: {error}"[:400]

@@ -83,7 +83,11 @@ class RequestsDriver:
             ) as answer:
                 body = _read(answer, time.monotonic() + request.timeouts.total_s)
         except (http.InvalidURL, http.InvalidSchema, http.MissingSchema, http.InvalidHeader) as error:
-            raise ConfigurationError(f"base_url or proxy: requests cannot use {url}: {error}") from None
+            # Not the library's own words: they hold the proxy's URL, with its password, or the header with the token.
+            raise ConfigurationError(
+                f"base_url, proxy or HTTPS_PROXY, HTTP_PROXY, ALL_PROXY: requests cannot use {url} with them "
+                f"({type(error).__name__})"
+            ) from None
         except (OSError, Urllib3Error) as error:
             if guard.refusal is not None:
                 raise guard.refusal from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -11,6 +12,8 @@ from cortex_training.auth import Auth, NoAuth, SnowflakeSessionAuth
 from cortex_training.errors import ConfigurationError
 from cortex_training.protocol.context import Policy
 from cortex_training.protocol.urls import service_prefix
+
+_HOST = re.compile(r"[^\s@/\\%]+")
 
 
 @dataclass(frozen=True)
@@ -155,24 +158,46 @@ def _checked_base_url(base_url: object) -> str:
     try:
         parts = urlsplit(text)
         _ = parts.port
-    except ValueError as error:
-        raise ConfigurationError.of("base_url", text, f"is not a URL ({error})") from None
+    except ValueError:
+        # Not shown: where the parts of something that is no URL end, and what a secret in it looks like, is unknown.
+        raise ConfigurationError(
+            "base_url: must be like https://ACCOUNT.snowflakecomputing.com or https://host:port, and is not a URL",
+            field="base_url",
+        ) from None
     if "@" in parts.netloc:
         # A password in the address would be sent in place of the token, and would be shown in every error.
         raise ConfigurationError("base_url: must not hold a user or password; give the credential as auth=")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigurationError.of("base_url", text, "must be like https://ACCOUNT.snowflakecomputing.com")
     if parts.query or parts.fragment:
-        raise ConfigurationError.of("base_url", text, "must not hold a query or fragment")
+        address = f"{parts.scheme}://{parts.hostname}"
+        raise ConfigurationError.of("base_url", address, "must not hold a query or fragment")
     return text
 
 
 def _checked_proxy(proxy: object) -> str | None:
+    """The URL of an HTTP proxy. The refusal shows nothing of it: it may hold a password, wherever a typing error has
+    put it.
+    """
     if proxy is None or proxy == "":
         return None
-    if not isinstance(proxy, str) or urlsplit(proxy).scheme not in ("http", "https"):
-        raise ConfigurationError("proxy: must be an http:// or https:// URL")
-    return proxy
+    try:
+        parts = urlsplit(proxy if isinstance(proxy, str) else "")
+        well_formed = (
+            parts.scheme in ("http", "https")
+            and _HOST.fullmatch(parts.hostname or "") is not None
+            and parts.port != 0
+            and not (parts.path.strip("/") or parts.query or parts.fragment)
+        )
+    except ValueError:
+        well_formed = False
+    if not well_formed:
+        raise ConfigurationError(
+            "proxy: must be a URL like http://host:port or http://user:password@host:port, with a user and password "
+            "percent-encoded; what it is now is not shown, because it may hold a password",
+            field="proxy",
+        )
+    return str(proxy)
 
 
 def _connect_and_read(value: object) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import select
 import socket
 import ssl
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,56 @@ def test_a_proxy_that_is_not_there_means_that_nothing_was_sent(clients: Any, wea
     with pytest.raises(TransportError) as caught:
         client.step("j")
     assert caught.value.sent is False
+
+
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "http://user:hidden-word@proxy.example:99999",
+        "http://user:hidden-word@proxy.example:port",
+        "http://user:hidden-word@[proxy",
+        "http://user:hidden-word@",
+        "http://user:hidden-word/@proxy.example:3128",
+        "http://user:80/hidden-word@proxy.example:3128",
+        "http://user:80#hidden-word@proxy.example:3128",
+        "http://user:hidden-word@proxy example:3128",
+        "socks5://user:hidden-word@proxy.example:1080",
+        "user:hidden-word@proxy.example:3128",
+    ],
+)
+def test_a_proxy_that_is_no_url_is_refused_and_not_shown(clients: Any, proxy: str) -> None:
+    with pytest.raises(ConfigurationError, match="proxy: must be a URL like") as caught:
+        clients("https://service.invalid", proxy=proxy)
+    assert "hidden-word" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "address", ["https://user:hidden-word@[host", "https://host?token=hidden-word", "https://host:hidden-word"]
+)
+def test_an_address_with_a_secret_in_it_is_refused_and_not_shown(clients: Any, address: str) -> None:
+    with pytest.raises(ConfigurationError, match="base_url") as caught:
+        clients(address)
+    assert "hidden-word" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("proxy", ["http://user:hidden-word@proxy.example:99999", "user:hidden-word@proxy.example"])
+def test_a_proxy_of_the_environment_that_cannot_be_used_is_not_shown(
+    clients: Any, monkeypatch: pytest.MonkeyPatch, scheme: str, proxy: str
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ConfigurationError, match="ALL_PROXY") as caught:
+        clients(f"{scheme}://service.invalid").list_jobs()
+    assert "hidden-word" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_proxy_that_refuses_does_not_make_its_password_known(clients: Any, weather: Any, scripted: Any) -> None:
+    weather.sequence(scripted.Reply(status=407))
+    proxy = weather.url.replace("http://", "http://user:hidden-word@")
+    with pytest.raises(TransportError, match="407") as caught:
+        clients("https://service.invalid", proxy=proxy, retry_budget_s=0.0).list_jobs()
+    assert caught.value.sent is False
+    assert "hidden-word" not in "".join(traceback.format_exception(caught.value))
 
 
 class Certificates:
