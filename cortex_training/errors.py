@@ -68,6 +68,7 @@ class ApiError(CortexTrainingError, requests.HTTPError):
     `status` HTTP status · `code` the service's own error code, "" if none · `message` its words · `request_id` the
     ``x-snowflake-request-id`` of the answer, "" if none · `detail` the innermost structured error, {} if none ·
     `response` the answer as a `requests.Response` (no request attached: it would hold the credential) ·
+    `workers_restarting` whether the workers are on their way back, and may have lost what they held ·
     `after_lost_reply` whether an earlier attempt of the same call may have been executed, so that this refusal may be
     the echo of its success.
     """
@@ -101,6 +102,7 @@ class ApiError(CortexTrainingError, requests.HTTPError):
         self.method = method
         self.path = path
         self.after_lost_reply = False
+        self.workers_restarting = False
 
 
 class AuthError(ApiError):

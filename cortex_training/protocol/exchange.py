@@ -39,7 +39,13 @@ from cortex_training.errors import (
 from cortex_training.protocol import bootstrap, tally
 from cortex_training.protocol.context import Context
 from cortex_training.protocol.messages import Flow, Kind, Request, Response, Sleep, TransportFault, computed
-from cortex_training.protocol.refusals import api_error, is_session_expired, is_zone_restarting, was_not_accepted
+from cortex_training.protocol.refusals import (
+    api_error,
+    is_session_expired,
+    is_zone_restarting,
+    says_workers_restart,
+    was_not_accepted,
+)
 
 _log = logging.getLogger("cortex_training")
 
@@ -134,8 +140,13 @@ def _attempts(context: Context, request: Request, deadline: float | None, budget
             judged = _Judgement(_Verdict.ERROR, executed=False)
         request = replace(request, rejected=None)
         failure = _failure(request, answer)
-        if isinstance(failure, ApiError):
+        if isinstance(failure, ApiError) and isinstance(answer, Response):
             failure.after_lost_reply = lost_reply
+            failure.workers_restarting = says_workers_restart(answer)
+            if failure.workers_restarting and request.permit is not None:
+                # A caller that keeps a permit keeps track of what the workers hold: gradients that a restart loses
+                # must not be stepped over in silence.
+                raise failure
         if judged.verdict is _Verdict.UNKNOWN:
             raise outcome_unknown(request, _what_came_back(answer, failure)) from failure
         if judged.verdict is _Verdict.ERROR:

@@ -137,6 +137,11 @@ def was_not_accepted(response: Response) -> bool:
     return response.status == 503 and _says(response, _NOT_ACCEPTED)
 
 
+def says_workers_restart(response: Response) -> bool:
+    """True when the workers are on their way back: whatever they held in memory may be gone."""
+    return is_zone_restarting(response) or (response.status == 503 and _says(response, _RESTARTING))
+
+
 def _says(response: Response, pattern: re.Pattern[str]) -> bool:
     text = response.body[:_MAX_EMBEDDED_TEXT].decode("utf-8", "replace").lower()
     return pattern.search(text) is not None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cortex_training.training.plan import TrainingPlan
     from cortex_training.training.progress import Progress, RunFailed, RunInterrupted, TrainingResult
     from cortex_training.training.schedule import LearningRate
-    from cortex_training.training.teardown import RunStatus, cancel_jobs, status
+    from cortex_training.training.teardown import RunStatus, cancel_jobs, end_run, status
 
 _HOMES = {
     "LearningRate": "schedule",
@@ -23,6 +23,7 @@ _HOMES = {
     "TrainingPlan": "plan",
     "TrainingResult": "progress",
     "cancel_jobs": "teardown",
+    "end_run": "teardown",
     "run": "loop",
     "status": "teardown",
 }
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingPlan",
     "TrainingResult",
     "cancel_jobs",
+    "end_run",
     "run",
     "status",
 ]

@@ -28,7 +28,7 @@ from cortex_training.states import is_terminal_job, job_state
 from cortex_training.training.journal import JournalWriter, Record, read_journal
 from cortex_training.training.offload import offload, unbroken
 from cortex_training.training.plan import TrainingPlan
-from cortex_training.training.progress import MetricsFile, Progress, ProgressCallback, RunInterrupted
+from cortex_training.training.progress import MetricsFile, Progress, ProgressCallback, RunFailed, RunInterrupted
 from cortex_training.training.state import Operation, RunState, Segment, replay
 
 if TYPE_CHECKING:
@@ -176,49 +176,60 @@ class Driver:
         patience = time.monotonic() + self.plan.patience_s
         while True:
             self.check_stop()
-            operation = await unbroken(self._submit_once(op, step, call, micro_batch, attempt, repeatable))
-            if operation.request_id is not None:
+            operation, problem = await unbroken(self._submit_once(op, step, call, micro_batch, attempt, repeatable))
+            if problem is None:
                 return operation
             if time.monotonic() > patience:
-                raise TransportError(f"{op} of step {step}: the service was unreachable for {self.plan.patience_s:g} s")
+                raise RunFailed(
+                    f"{self.store.root}: {op} of step {step} did not become a request of job {self.segment.job_id} "
+                    f"within {self.plan.patience_s:g} s: {problem}"
+                )
+            await self.until_stopped(asyncio.sleep(0.1 if isinstance(problem, SendRefused) else 1.0))
 
     async def _submit_once(
-        self,
-        op: str,
-        step: int,
-        call: Submission,
-        micro_batch: int,
-        attempt: int,
-        repeatable: bool,
-    ) -> Operation:
+        self, op: str, step: int, call: Submission, micro_batch: int, attempt: int, repeatable: bool
+    ) -> tuple[Operation, Exception | None]:
+        """The operation and why it has no request yet, or None when it has one."""
         segment = self.segment
         window = SendingWindow()
         intent = {"op": op, "segment": segment.number, "step": step, "micro_batch": micro_batch, "attempt": attempt}
         operation = self.state.operation((await self.record("intent", intent)).number)
         try:
             request_id = await call(permit=window)
-        except (SendRefused, RateLimitedError, TransportError, ServiceError) as error:
-            if isinstance(error, (SendRefused, RateLimitedError)) or getattr(error, "sent", None) is False:
-                await self.record("outcome", {"intent": operation.number, "status": "refused"})
-            elif not repeatable:
-                hint = "The run settles it by a save."
-                raise OutcomeUnknown(operation=op, job_id=segment.job_id, reason=str(error), hint=hint) from error
-            if not isinstance(error, SendRefused):
-                self.tell("recover", message=f"{op} of step {step}: {error}")
-                await asyncio.sleep(1.0)
-        except ChunkGroupError as error:
+        except (SendRefused, TransportError, ApiError) as problem:
+            await self._explain(operation, problem, repeatable)
+            return operation, problem
+        await self.record("sent", {"intent": operation.number, "request_id": request_id})
+        return operation, None
+
+    async def _explain(self, operation: Operation, problem: Exception, repeatable: bool) -> None:
+        """Write down why an intent became no request. Returns when a new intent may be tried, raises otherwise."""
+        segment = self.segment
+        what = f"{operation.op} of step {operation.step} on job {segment.job_id}"
+        restarting = isinstance(problem, ApiError) and problem.workers_restarting
+        if isinstance(problem, ChunkGroupError) or (restarting and segment.gradients_are_pending):
             # The workers lost batches, or hold others under these names: nobody knows which gradients they have.
-            reason = f"{op} of step {step} on job {segment.job_id}: {error}"
-            await self.record("ended", {"reason": reason})
-            raise SegmentLost(reason) from error
-        except ApiError as error:
-            # Any other answer is a refusal of the service: the call was not executed.
+            await self.record("ended", {"reason": f"{what}: {problem}"})
+            raise SegmentLost(f"{what}: {problem}") from problem
+        not_executed = restarting or getattr(problem, "sent", None) is False
+        if not_executed or isinstance(problem, (SendRefused, RateLimitedError)):
             await self.record("outcome", {"intent": operation.number, "status": "refused"})
-            await self.raise_if_job_lost(str(error))
-            raise
-        else:
-            await self.record("sent", {"intent": operation.number, "request_id": request_id})
-        return operation
+        elif isinstance(problem, ApiError) and not isinstance(problem, ServiceError):
+            # Any other answer is a refusal of the service: the call was not executed, and would be refused again.
+            await self.record("outcome", {"intent": operation.number, "status": "refused"})
+            await self.raise_if_job_lost(str(problem))
+            if isinstance(problem, AuthError):
+                raise problem
+            raise RunFailed(f"{self.store.root}: the service refused {what}: {problem}") from problem
+        elif not repeatable:
+            raise OutcomeUnknown(
+                operation=operation.op,
+                job_id=segment.job_id,
+                reason=str(problem),
+                hint="The run finds out by itself what happened.",
+            ) from problem
+        if not isinstance(problem, SendRefused):
+            self.tell("recover", message=f"{what}: {problem}")
 
     async def result(self, operation: Operation) -> dict[str, Any]:
         """Wait for the request of a submitted operation; ends early when the host stops the run.
@@ -282,7 +293,7 @@ class Driver:
 
         async def look() -> dict[str, Any] | None:
             try:
-                return await self.client.get_job(job_id)
+                return dict(await self.client.get_job(job_id))
             except NotFoundError:
                 return None
 

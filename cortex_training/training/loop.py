@@ -42,10 +42,13 @@ async def run(
     next safe moment.
 
     Raises:
-        ConfigurationError: the plan, the root or the dataset is wrong; nothing remote has happened.
+        ConfigurationError: the plan, the root, the dataset or the job's configuration is wrong; no job was created.
         RunInterrupted: `stop` was set. The job is left alive for the next driver.
         RunFailed: going on needs a person. An owned job has been cancelled.
-        Superseded: another driver has taken the run over. Nothing was or will be sent.
+        Superseded: another driver has taken the run over. Nothing more was sent.
+        DeadlineExceeded, TransportError, AuthError and other errors of the client: the service was out of reach for
+            `patience_s`, or one request took longer than `request_timeout_s`. The job is left alive for the next
+            driver, and ended by `end_run` or its own idle timeout.
     """
     plan.validate()
     async with run_slot():
@@ -170,7 +173,7 @@ async def _finish(driver: Driver) -> TrainingResult:
     plan, state = driver.plan, driver.state
     if state.finished_steps < plan.steps:
         await driver.record("finished", {"steps": plan.steps})
-    if plan.owns_job and plan.when_done == "cancel":
+    if driver.segment.owned and plan.when_done == "cancel":
         await segments.cancel(driver, driver.segment.job_id)
     segment = driver.segment
     losses = state.losses
@@ -192,7 +195,7 @@ async def _finish(driver: Driver) -> TrainingResult:
 
 
 async def _end_owned_job(driver: Driver) -> None:
-    if driver.plan.owns_job and driver.state.current is not None:
+    if driver.state.current is not None and driver.segment.owned:
         await segments.cancel(driver, driver.segment.job_id)
 
 

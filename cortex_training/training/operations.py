@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -18,6 +19,9 @@ from cortex_training.training.offload import offload
 from cortex_training.training.progress import RunFailed
 from cortex_training.training.state import Base, Operation
 
+_TRIES = 3
+"""How often a harmless operation whose request the service forgot is sent again."""
+
 
 async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batch: int) -> float:
     """Run one forward-backward and return its mean loss.
@@ -28,6 +32,7 @@ async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batc
     """
     segment = driver.segment
     frame = await frames.frame(step, micro_batch)
+    forgotten = 0
     while True:
         attempt = segment.attempts_failed(step, micro_batch)
         if attempt >= driver.plan.max_attempts:
@@ -46,7 +51,10 @@ async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batc
         )
         try:
             result = await driver.result(operation)
-        except NotFoundError:
+        except NotFoundError as error:
+            forgotten += 1
+            if forgotten >= _TRIES:
+                raise SegmentLost(f"job {segment.job_id} keeps forgetting its requests: {error}") from error
             continue
         except RequestFailed as error:
             await _close(driver, operation, "failed", {"error": error.error[:500]})
@@ -88,12 +96,15 @@ async def settle_step(driver: Driver, operation: Operation) -> int:
     holds everything up to here, and no step is lost.
     """
     segment, step = driver.segment, operation.step
-    offset = segment.offset
+    offset = segment.certain_offset
+    if offset is None:
+        # A guess could count a step that never ran, or train one again that is in the save already.
+        raise SegmentLost(f"step {step} got no answer, and how job {segment.job_id} counts its steps is not known yet")
     driver.tell("recover", message=f"was step {step} executed? A save tells.")
     saved, save_operation = await _save_now(driver, step)
     await _close(driver, save_operation, "done", {**saved, "settles": True})
     found = saved["global_steps"]
-    expected = (offset if offset is not None else segment.predicted_offset) + step
+    expected = offset + step
     if found == expected:
         await _close(driver, operation, "done", {"global_steps": found, "settled_by": saved["checkpoint_id"]})
         return expected
@@ -148,7 +159,11 @@ async def weight_sync(driver: Driver, step: int) -> None:
         ),
         repeatable=True,
     )
-    await driver.result(operation)
+    try:
+        await driver.result(operation)
+    except (RequestFailed, NotFoundError) as error:
+        await _close(driver, operation, "failed", {"error": str(error)[:500]})
+        raise RunFailed(f"the weight sync after step {step} failed on job {segment.job_id}: {error}") from error
     await _close(driver, operation, "done", {})
 
 
@@ -206,7 +221,24 @@ async def publish_verified(driver: Driver) -> str | None:
 
 
 async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operation]:
-    """A resumable save on the service, and the operation that made it (still open)."""
+    """A resumable save on the service, and the operation that made it (still open).
+
+    Saving twice is harmless, so a save that may be under way is not waited for; a service that never answers one is.
+    """
+    for _ in range(_TRIES):
+        found, operation = await _try_to_save(driver, step)
+        if found is not None:
+            return _saved(driver, found), operation
+        await _close(driver, operation, "refused", {})
+        await driver.until_stopped(asyncio.sleep(1.0))
+    raise RunFailed(
+        f"{driver.store.root}: {_TRIES} saves after step {step} of job {driver.segment.job_id} got no answer; look at "
+        "the job's log, then start the plan again: it goes on from the last publication"
+    )
+
+
+async def _try_to_save(driver: Driver, step: int) -> tuple[dict[str, Any] | None, Operation]:
+    """One save: the checkpoint as the service lists it, or None when nothing came of it."""
     segment = driver.segment
     operation = next((o for o in segment.of("save", step) if o.status == "open" and o.request_id), None)
     if operation is None:
@@ -214,25 +246,19 @@ async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operatio
         try:
             operation = await driver.submit("save", step, partial(driver.client.save, segment.job_id, None, RESUMABLE))
         except OutcomeUnknown:
-            operation = _open(driver, "save", step)
             fresh = [c for c in await _checkpoints(driver) if c["checkpoint_id"] not in known]
-            if fresh:
-                return _saved(driver, fresh[-1]), operation
-            # It may still be under way. A second save is harmless, a wait for the first could last for ever.
-            await _close(driver, operation, "refused", {})
-            return await _save_now(driver, step)
+            return (fresh[-1] if fresh else None), _open(driver, "save", step)
     try:
         result = await driver.result(operation)
     except NotFoundError:
-        await _close(driver, operation, "refused", {})
-        return await _save_now(driver, step)
+        return None, operation
     except RequestFailed as error:
         await _close(driver, operation, "failed", {"error": error.error[:500]})
         raise RunFailed(f"the save after step {step} failed on job {segment.job_id}: {error}") from error
     identifier = checkpoint_id(result)
     for found in await _checkpoints(driver):
         if found["checkpoint_id"] == identifier:
-            return _saved(driver, found), operation
+            return found, operation
     raise RunFailed(f"job {segment.job_id} saved {identifier}, but its checkpoint list does not hold it")
 
 
@@ -264,10 +290,7 @@ def _created(value: Any) -> float:
 
 async def _confirm_step(driver: Driver, operation: Operation, global_steps: int) -> int:
     """Record a step's result, unless its count is not the expected one: then somebody else stepped this job too."""
-    segment = driver.segment
-    offset = segment.offset
-    if offset is None and segment.owned and segment.base is None:
-        offset = 0
+    offset = driver.segment.certain_offset
     if offset is not None and global_steps != operation.step + offset:
         await _close(driver, operation, "failed", {"global_steps": global_steps})
         raise SegmentLost(

@@ -6,11 +6,20 @@ from dataclasses import asdict
 from typing import Any
 
 from cortex_training import identity
-from cortex_training.errors import ApiError, ConfigurationError, ConflictError, JobFailed, NotFoundError
+from cortex_training.errors import (
+    ApiError,
+    ConfigurationError,
+    ConflictError,
+    DeadlineExceeded,
+    JobFailed,
+    NotFoundError,
+)
+from cortex_training.publication.errors import SaveError
 from cortex_training.publication.save import RESUMABLE, SaveManifest
 from cortex_training.states import is_terminal_job
 from cortex_training.training import operations
 from cortex_training.training.driver import Driver, SegmentLost
+from cortex_training.training.journal import Superseded
 from cortex_training.training.offload import offload, unbroken
 from cortex_training.training.plan import canonical_sha256
 from cortex_training.training.progress import RunFailed
@@ -25,7 +34,9 @@ async def recover(driver: Driver) -> None:
     current = driver.state.current
     if current is None:
         await _begin(driver, base=None, reason="first start")
-    elif driver.plan.job_id is not None and driver.plan.job_id != current.job_id:
+    elif current.owned != driver.plan.owns_job or driver.plan.job_id not in (None, current.job_id):
+        if current.owned:
+            await cancel(driver, current.job_id)
         await _begin(driver, base=await base_of(driver, current), reason="the plan names another job")
     elif current.given_up is not None:
         raise SegmentLost(current.given_up)
@@ -58,7 +69,8 @@ async def replace(driver: Driver, lost: SegmentLost) -> None:
             f"{driver.store.root}: {lost.reason}. {driver.plan.max_replacements} replacements were used; raise "
             "max_replacements to go on"
         )
-    await cancel(driver, segment.job_id)
+    if segment.owned:
+        await cancel(driver, segment.job_id)
     await _begin(driver, base=await base_of(driver, segment), reason=lost.reason)
     await ensure_running(driver)
 
@@ -71,7 +83,10 @@ async def base_of(driver: Driver, segment: Segment) -> Base | None:
     if segment.rescued is not None:
         return segment.rescued
     for entry in reversed(await offload(driver.log.entries)):
-        manifest = await offload(SaveManifest.read, driver.store, entry.save)
+        try:
+            manifest = await offload(SaveManifest.read, driver.store, entry.save)
+        except SaveError:
+            continue  # published by hand, or by another tool: nothing that this run could resume from
         if manifest.segment == segment.number and manifest.checkpoint_type == RESUMABLE:
             return Base(manifest.checkpoint_id, manifest.job_id, entry.step, manifest.global_steps)
     return segment.base
@@ -105,6 +120,11 @@ async def ensure_running(driver: Driver) -> None:
         )
     except JobFailed as error:
         raise SegmentLost(str(error)) from error
+    except DeadlineExceeded as error:
+        raise RunFailed(
+            f"{driver.store.root}: job {job_id} was not running within {driver.plan.running_timeout_s:g} s; wait for "
+            "capacity, or raise running_timeout_s"
+        ) from error
     if not segment.owned and segment.base is not None and not segment.loaded:
         await operations.load(driver)
 
@@ -160,8 +180,12 @@ async def _create(driver: Driver) -> None:
         job_id = await driver.patiently(f"create job {segment.job_id}", attempt)
     except ApiError as error:
         raise RunFailed(f"{driver.store.root}: the service refused to create a job: {error}") from error
-    if job_id != segment.job_id:
-        await driver.record("adopted", {"job_id": job_id})
+    try:
+        # Also the fence: whoever has taken the run over may have looked for this job before it existed.
+        await driver.record("created" if job_id == segment.job_id else "adopted", {"job_id": job_id})
+    except Superseded:
+        await driver.client.cancel_job(job_id)
+        raise
 
 
 async def _adopt_equal(driver: Driver, body: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ class Segment:
     operations: list[Operation] = field(default_factory=list)
     ended: str | None = None
     rescued: Base | None = None
+    created: bool = False
 
     @property
     def start_step(self) -> int:
@@ -70,6 +71,12 @@ class Segment:
     def unsettled_step(self) -> Operation | None:
         """A step that may or may not have been executed."""
         return next((o for o in self.of("step") if o.status == "open" and o.step > self.confirmed_step), None)
+
+    @property
+    def gradients_are_pending(self) -> bool:
+        """Whether a forward-backward behind the last confirmed step may have left gradients on the workers."""
+        behind = self.of("forward_backward", self.confirmed_step + 1)
+        return any(o.request_id is not None and o.status in ("open", "done") for o in behind)
 
     @property
     def given_up(self) -> str | None:
@@ -90,6 +97,16 @@ class Segment:
         """``global_steps`` minus the step's number, as the first confirmed step of the segment showed it."""
         first = min((o for o in self.of("step") if o.status == "done"), key=lambda o: o.step, default=None)
         return first.result["global_steps"] - first.step if first else None
+
+    @property
+    def certain_offset(self) -> int | None:
+        """`offset`, also before the first step where it can't be another: in a job of our own that nobody has stepped.
+
+        A job of somebody else may have been stepped, and a service may count from zero after a restore.
+        """
+        if self.offset is None and self.owned and self.base is None:
+            return 0
+        return self.offset
 
     @property
     def predicted_offset(self) -> int:
@@ -191,6 +208,11 @@ def _segment(state: RunState, record: Record) -> None:
 def _adopted(state: RunState, record: Record) -> None:
     """The service gave the job another id than ours: its word wins, or the job could never be found again."""
     state.segments[-1].job_id = record.body["job_id"]
+    state.segments[-1].created = True
+
+
+def _created(state: RunState, record: Record) -> None:
+    state.segments[-1].created = True
 
 
 def _intent(state: RunState, record: Record) -> None:
@@ -237,6 +259,7 @@ _HANDLERS = {
     "takeover": _takeover,
     "segment": _segment,
     "adopted": _adopted,
+    "created": _created,
     "intent": _intent,
     "sent": _sent,
     "outcome": _outcome,

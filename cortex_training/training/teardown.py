@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cortex_training.errors import ConflictError, NotFoundError
+from cortex_training.errors import ConflictError, CortexTrainingError, NotFoundError
 from cortex_training.publication.log import PublicationLog
 from cortex_training.publication.store import PosixStore
 from cortex_training.states import is_terminal_job
-from cortex_training.training.journal import read_journal
+from cortex_training.training.journal import FOLDER, JournalWriter, Superseded, read_journal
 from cortex_training.training.offload import offload
 from cortex_training.training.root import read_identity
-from cortex_training.training.state import RunState, replay
+from cortex_training.training.state import RunState, Segment, replay
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
+
+ENDED = {"ended": "by its owner"}
+"""What the journal says when a run was taken from its driver for good."""
+
+_CREATE_LANDS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,24 +59,74 @@ def status(root: str) -> RunStatus:
     return RunStatus(store.root, read_identity(store), state, state.epoch, latest.name if latest else None)
 
 
+def take_away(root: str) -> None:
+    """Take the run from whoever drives it, and drive it no further: the next journal record of a living driver fails.
+
+    Blocks on the store. The next driver may still go on with the run.
+    """
+    store = PosixStore(root)
+    while True:
+        epoch = PublicationLog(store).claim_epoch(ENDED)
+        try:
+            JournalWriter.take_over(store, epoch.number, epoch.token, {"info": ENDED})
+        except Superseded:
+            continue  # somebody took it over in the same moment; once more, behind them
+        return
+
+
+async def end_run(root: str, client: AsyncCortexTrainingClient) -> list[str]:
+    """Cancel every job of the run in `root`, and see to it that nobody creates another one; returns those alive.
+
+    For teardowns and kills. A driver that is still alive somewhere would take the cancellation of its job for a loss
+    and replace it, so the run is taken from it first. A root without a run has no jobs.
+    """
+    if not await offload(_has_journal, root):
+        return []
+    await offload(take_away, root)
+    return await cancel_jobs(root, client)
+
+
 async def cancel_jobs(root: str, client: AsyncCortexTrainingClient) -> list[str]:
     """Cancel every job that the run in `root` created, replacements included; returns the ids that were still alive.
 
-    For teardowns and kills: it claims nothing and writes nothing, so it works beside a driver, which then finds its
-    job cancelled. Jobs that somebody else owns are left alone. A root without a run has no jobs.
+    It writes nothing and leaves the run with its driver, who may replace a job that it finds cancelled: `end_run` is
+    for runs that shall end. Jobs that somebody else owns are left alone. The newest job goes first, and one that can't
+    be cancelled keeps none of the others alive: the first such error is raised in the end.
     """
-    try:
-        state = replay(read_journal(await offload(PosixStore, root)))
-    except FileNotFoundError:
+    if not await offload(_has_journal, root):
         return []
-    cancelled = []
-    for job_id in state.job_ids:
+    state = replay(await offload(read_journal, PosixStore(root)))
+    cancelled: list[str] = []
+    problems: list[CortexTrainingError] = []
+    for segment in reversed([s for s in state.segments if s.owned]):
         try:
-            job = await client.get_job(job_id)
-            if is_terminal_job(job.get("status")):
-                continue
-            await client.cancel_job(job_id)
-        except (NotFoundError, ConflictError):
-            continue
-        cancelled.append(job_id)
+            if await _cancel_if_alive(client, segment):
+                cancelled.append(segment.job_id)
+        except CortexTrainingError as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
     return cancelled
+
+
+async def _cancel_if_alive(client: AsyncCortexTrainingClient, segment: Segment) -> bool:
+    """Cancel a segment's job; False when it has ended or never existed."""
+    # A job whose creation is not on record may be on its way: it is looked for until a lost create would have landed.
+    give_up = time.monotonic() + (0.0 if segment.created or segment.operations else _CREATE_LANDS_S)
+    while True:
+        try:
+            job = await client.get_job(segment.job_id)
+            if is_terminal_job(job.get("status")):
+                return False
+            await client.cancel_job(segment.job_id)
+            return True
+        except ConflictError:
+            return False
+        except NotFoundError:
+            if time.monotonic() >= give_up:
+                return False
+            await asyncio.sleep(0.5)
+
+
+def _has_journal(root: str) -> bool:
+    return os.path.isdir(os.path.join(root, FOLDER))

@@ -316,8 +316,13 @@ def test_a_teardown_cancels_every_job_of_the_root(runs, proxy):
 def test_a_dataset_longer_than_the_models_window_is_refused_before_a_job_exists(runs):
     plan = runs.plan()
     plan.sub_jobs[0]["training_config"]["max_seq_len"] = 64
-    before = runs.executed("create", *[])
+
+    async def known_jobs():
+        async with runs.client() as client:
+            return {job["job_id"] for job in await client.list_jobs()}
+
+    before = asyncio.run(known_jobs())
     with pytest.raises(ConfigurationError, match="128"):
         runs.run(plan)
     assert not os.path.exists(runs.root)
-    assert runs.executed("create", *[]) == before
+    assert asyncio.run(known_jobs()) == before

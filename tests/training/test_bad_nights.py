@@ -1,0 +1,221 @@
+"""Nights on which a guess would have cost a step, a batch, or a GPU."""
+
+import asyncio
+import threading
+
+import pytest
+
+from cortex_training.errors import AuthError
+from cortex_training.publication.log import PublicationLog
+from cortex_training.training import RunFailed, Superseded, cancel_jobs, end_run, run, status
+from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, FaultProxy
+from tests.training.conftest import Runs
+
+DEAD = ("cancelling", "cancelled")
+
+
+def on_client(runs, use, base_url=None):
+    async def main():
+        async with runs.client(base_url) as client:
+            return await use(client)
+
+    return asyncio.run(main())
+
+
+def state_of(runs, job_id):
+    async def look(client):
+        return (await client.get_job(job_id))["status"]
+
+    return on_client(runs, look, runs.service.base_url)
+
+
+def jobs(runs):
+    return status(runs.root).state.job_ids
+
+
+def steps(runs, job_id):
+    return [r["global_steps"] for r in runs.executed("step", job_id)]
+
+
+def foreign_job(runs):
+    async def create(client):
+        job_id = (await client.create_job_from_body({"sub_job_configs": [dict(s) for s in runs.plan().sub_jobs]}))[
+            "job_id"
+        ]
+        await client.wait_for_job(job_id)
+        return job_id
+
+    return on_client(runs, create)
+
+
+def cancel(runs, job_id):
+    on_client(runs, lambda client: client.cancel_job(job_id))
+
+
+@pytest.fixture
+def counting_from_zero(start_local_service, manifest, tmp_path):
+    service = start_local_service(assume="global-steps=zero")
+    with FaultProxy(service.base_url) as proxy:
+        yield Runs(service, manifest, tmp_path / "run", proxy.base_url), proxy
+
+
+def test_a_lost_step_is_not_settled_by_a_count_that_is_only_guessed(counting_from_zero):
+    runs, proxy = counting_from_zero
+    runs.run(runs.plan(steps=1, save_every_steps=1))
+    proxy.add(r"^POST .*/step$", DROP_AFTER)
+    result = runs.run(runs.plan(steps=3, save_every_steps=1))
+    first, doubted, last = jobs(runs)
+    assert result.steps == 3
+    # The doubted job did step once; nobody could tell, so it was given up, and its step counts nowhere.
+    assert (steps(runs, first), steps(runs, doubted), steps(runs, last)) == ([1], [1], [1, 2])
+    assert status(runs.root).state.current.base.step == 1
+
+
+def test_a_lost_step_on_somebody_elses_job_is_not_taken_for_done(runs, proxy):
+    job_id = foreign_job(runs)
+
+    async def step_once(client):
+        frame = open_frame(runs)
+        await client.poll_request(job_id, await client.forward_backward(job_id, frame))
+        await client.poll_request(job_id, await client.step(job_id))
+
+    on_client(runs, step_once)
+    proxy.add(r"^POST .*/step$", DROP_BEFORE)
+    with pytest.raises(RunFailed, match=r"how job .* counts its steps is not known"):
+        runs.run(runs.plan(job_id=job_id, steps=3))
+    assert steps(runs, job_id) == [1]
+    cancel(runs, job_id)
+
+
+def open_frame(runs):
+    from cortex_training.datasets import Dataset
+
+    return Dataset.open(runs.manifest).batches(2, 1, 9).frame(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "skip", "segments"), [("step", 1, 2), ("forward-backward", 0, 1), ("forward-backward", 3, 2)]
+)
+@pytest.mark.parametrize("status_code", [409, 503])
+def test_workers_that_restart_lose_the_segment_if_they_held_gradients(runs, proxy, path, skip, segments, status_code):
+    body = {"code": status_code, "message": "zone is restarting, try again"}
+    proxy.add(rf"^POST .*/{path}$", ANSWER, skip=skip, status=status_code, body=body)
+    result = runs.run()
+    assert result.segments == segments
+    assert result.steps == 6
+    assert all(state_of(runs, job) in DEAD for job in jobs(runs))
+
+
+def test_a_job_of_somebody_else_stays_alive_when_the_run_moves_to_its_own(runs):
+    job_id = foreign_job(runs)
+    runs.run(runs.plan(job_id=job_id, steps=2))
+    result = runs.run(runs.plan(steps=4))
+    assert result.job_id != job_id
+    assert result.segments == 2
+    assert state_of(runs, job_id) == "running"
+    assert state_of(runs, result.job_id) in DEAD
+    assert steps(runs, result.job_id) == [3, 4]
+    cancel(runs, job_id)
+
+
+def test_a_job_of_our_own_is_cancelled_when_the_run_moves_to_somebody_elses(runs):
+    first = runs.run(runs.plan(steps=2, when_done="keep"))
+    job_id = foreign_job(runs)
+    runs.run(runs.plan(job_id=job_id, steps=4))
+    assert state_of(runs, first.job_id) in DEAD
+    assert state_of(runs, job_id) == "running"
+    cancel(runs, job_id)
+
+
+def test_saves_that_are_never_answered_end_the_run_and_its_job(runs, proxy):
+    rule = proxy.add(r"^POST .*/save$", ANSWER, times=10**6, status=500, body={"message": "disk on fire"})
+    with pytest.raises(RunFailed, match=r"saves after step 2 .* got no answer"):
+        runs.run()
+    assert rule.seen <= 10
+    assert state_of(runs, jobs(runs)[0]) in DEAD
+
+
+def test_a_call_that_the_service_refuses_ends_the_run_and_its_job(runs, proxy):
+    proxy.add(r"^POST .*/step$", ANSWER, status=400, body={"message": "learning_rate is cursed"})
+    with pytest.raises(RunFailed, match="learning_rate is cursed"):
+        runs.run()
+    assert state_of(runs, jobs(runs)[0]) in DEAD
+
+
+def test_a_folder_that_was_published_by_hand_does_not_stop_a_recovery(runs, proxy):
+    def spoil():
+        log = PublicationLog(runs.root)
+        log.store.write("exec/by-hand/weights.txt", b"x")
+        log.publish("exec/by-hand", 10**6, 99)
+        cancel_now = asyncio.new_event_loop()
+        cancel_now.run_until_complete(_cancel(runs))
+        cancel_now.close()
+
+    proxy.add(r"^POST .*/step$", "forward", skip=4, before=spoil)
+    result = runs.run()
+    assert result.segments == 2
+    assert steps(runs, result.job_id) == [5, 6]
+
+
+async def _cancel(runs):
+    async with runs.client(runs.service.base_url) as client:
+        await client.cancel_job(jobs(runs)[0])
+
+
+def test_a_run_that_is_ended_while_its_job_is_being_created_leaves_no_job(runs, proxy):
+    ended = []
+
+    def end_meanwhile():
+        async def end(client):
+            ended.extend(await end_run(runs.root, client))
+
+        thread = threading.Thread(target=on_client, args=(runs, end, runs.service.base_url))
+        thread.start()
+        # Until the journal is taken away; the create is forwarded after that, and lands in front of a closed door.
+        while status(runs.root).state.epoch < 2:
+            threading.Event().wait(0.05)
+        threads.append(thread)
+
+    threads = []
+    proxy.add(r"^POST .*/cortex-training$", "forward", before=end_meanwhile)
+    with pytest.raises(Superseded):
+        runs.run()
+    threads[0].join(30)
+    (job_id,) = jobs(runs)
+    assert state_of(runs, job_id) in DEAD
+
+
+def test_one_job_that_cannot_be_looked_at_keeps_no_other_alive(runs, proxy):
+    proxy.add(r"^POST .*/step$", DROP_BEFORE, skip=1)
+    stop = asyncio.Event()
+
+    def progress(seen):
+        if seen.stage == "train" and seen.step == 3:
+            stop.set()
+
+    async def begin(client):
+        with pytest.raises(Exception, match="stopped by its host"):
+            await run(runs.plan(), client, progress, stop=stop)
+
+    on_client(runs, begin)
+    old, new = jobs(runs)
+    proxy.add(rf"^GET .*/{old}$", ANSWER, times=99, status=403, body={"message": "not yours any more"})
+    with pytest.raises(AuthError):
+        on_client(runs, lambda client: cancel_jobs(runs.root, client))
+    assert state_of(runs, new) in DEAD
+
+
+def test_an_ended_run_is_taken_from_a_driver_that_is_still_alive(runs, proxy):
+    reached = threading.Event()
+    proxy.add(r"^POST .*/step$", "forward", skip=1, before=lambda: (reached.set(), threading.Event().wait(1.0)))
+
+    async def both(client):
+        driving = asyncio.create_task(run(runs.plan(), client))
+        await asyncio.to_thread(reached.wait, 60)
+        cancelled = await end_run(runs.root, client)
+        with pytest.raises(Superseded):
+            await driving
+        return cancelled
+
+    assert on_client(runs, both) == jobs(runs)
+    assert len(jobs(runs)) == 1
