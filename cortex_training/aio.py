@@ -6,12 +6,25 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
 from cortex_training import artifacts
 from cortex_training._aiohttp_driver import AiohttpDriver
+from cortex_training.answers import (
+    Accepted,
+    Capacity,
+    Checkpoint,
+    CheckpointExport,
+    CreatedJob,
+    DownloadedArtifact,
+    ExecutionLog,
+    ExperimentRun,
+    Job,
+    LogPage,
+    RequestStatus,
+)
 from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
 from cortex_training.config import CheckpointType, Hardware, SubJobConfig
 from cortex_training.protocol import checkpoints, generation, jobs, operations, polling, statements, training
@@ -24,6 +37,8 @@ from cortex_training.protocol.logs import LogStream
 from cortex_training.protocol.streams import EventStream
 from cortex_training.settings import ClientSettings, checked_settings, settings_of_profile, url_of_host
 from cortex_training.telemetry import observed, telemetry_of
+
+T = TypeVar("T")
 
 
 @observed
@@ -173,21 +188,19 @@ class AsyncCortexTrainingClient:
             )
         )
 
-    async def create_job_from_body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_job_from_body(self, body: Mapping[str, Any]) -> CreatedJob:
         """As `CortexTrainingClient.create_job_from_body`."""
         return await self._run(jobs.create_job_from_body(self._context, body))
 
-    async def get_job(self, job_id: str) -> dict[str, Any]:
+    async def get_job(self, job_id: str) -> Job:
         """As `CortexTrainingClient.get_job`."""
         return await self._run(jobs.get_job(self._context, job_id))
 
-    async def list_jobs(self, status: str | None = None) -> list[dict[str, Any]]:
+    async def list_jobs(self, status: str | None = None) -> list[Job]:
         """As `CortexTrainingClient.list_jobs`."""
         return await self._run(jobs.list_jobs(self._context, status))
 
-    async def wait_for_job(
-        self, job_id: str, *, timeout_s: float | None = None, progress: Progress = None
-    ) -> dict[str, Any]:
+    async def wait_for_job(self, job_id: str, *, timeout_s: float | None = None, progress: Progress = None) -> Job:
         """As `CortexTrainingClient.wait_for_job`."""
         return await self._run(jobs.wait_for_job(self._context, job_id, timeout_s=timeout_s, progress=progress))
 
@@ -195,11 +208,11 @@ class AsyncCortexTrainingClient:
         """As `CortexTrainingClient.cancel_job`."""
         await self._run(jobs.cancel_job(self._context, job_id))
 
-    async def get_capacity(self, hardware: Hardware | str | None = None) -> dict[str, Any]:
+    async def get_capacity(self, hardware: Hardware | str | None = None) -> Capacity:
         """As `CortexTrainingClient.get_capacity`."""
         return await self._run(jobs.get_capacity(self._context, hardware))
 
-    async def get_experiment_run(self, job_id: str) -> dict[str, Any]:
+    async def get_experiment_run(self, job_id: str) -> ExperimentRun:
         """As `CortexTrainingClient.get_experiment_run`."""
         return await self._run(jobs.get_experiment_run(self._context, job_id))
 
@@ -302,7 +315,7 @@ class AsyncCortexTrainingClient:
         strict: bool | None = None,
         *,
         permit: Permit = None,
-    ) -> dict[str, Any]:
+    ) -> Accepted:
         """As `CortexTrainingClient.generate_stream`."""
         return await self._run(
             generation.generate_stream(
@@ -318,7 +331,7 @@ class AsyncCortexTrainingClient:
 
     async def get_request_status(
         self, job_id: str, request_id: str, max_events: int | None = None, cursor: str | None = None
-    ) -> dict[str, Any]:
+    ) -> RequestStatus:
         """As `CortexTrainingClient.get_request_status`."""
         return await self._run(polling.get_request_status(self._context, job_id, request_id, max_events, cursor))
 
@@ -343,11 +356,11 @@ class AsyncCortexTrainingClient:
 
     # Checkpoints
 
-    async def list_checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+    async def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """As `CortexTrainingClient.list_checkpoints`."""
         return await self._run(checkpoints.list_checkpoints(self._context, job_id))
 
-    async def export_checkpoint(self, job_id: str, checkpoint_id: str) -> dict[str, Any]:
+    async def export_checkpoint(self, job_id: str, checkpoint_id: str) -> CheckpointExport:
         """As `CortexTrainingClient.export_checkpoint`."""
         return await self._run(checkpoints.export_checkpoint(self._context, job_id, checkpoint_id))
 
@@ -365,7 +378,7 @@ class AsyncCortexTrainingClient:
         sub_job_type: str | None = None,
         cursor: str | None = None,
         max_lines: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> LogPage:
         """As `CortexTrainingClient.tail_logs`."""
         return await self._run(
             operations.tail_logs(
@@ -397,13 +410,13 @@ class AsyncCortexTrainingClient:
 
     # Artifacts
 
-    async def fetch_execution_logs(self, job_id: str) -> list[dict[str, Any]]:
+    async def fetch_execution_logs(self, job_id: str) -> list[ExecutionLog]:
         """As `CortexTrainingClient.fetch_execution_logs`, in a thread."""
         return await self._on_stage(job_id, lambda stage: artifacts.fetch_execution_logs(stage, job_id))
 
     async def download_stdout_logs(
         self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
-    ) -> list[dict[str, Any]]:
+    ) -> list[DownloadedArtifact]:
         """As `CortexTrainingClient.download_stdout_logs`, in a thread."""
         return await self._on_stage(
             job_id,
@@ -412,23 +425,21 @@ class AsyncCortexTrainingClient:
 
     async def download_metrics(
         self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
-    ) -> list[dict[str, Any]]:
+    ) -> list[DownloadedArtifact]:
         """As `CortexTrainingClient.download_metrics`, in a thread."""
         return await self._on_stage(
             job_id,
             lambda stage: artifacts.download_chunked(stage, artifacts.METRICS, job_id, output_dir, resume=resume),
         )
 
-    async def _on_stage(
-        self, job_id: str, work: Callable[[artifacts.ConnectorStage], list[dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
+    async def _on_stage(self, job_id: str, work: Callable[[artifacts.ConnectorStage], list[T]]) -> list[T]:
         run = await self.get_experiment_run(job_id)
         identity = None
         if isinstance(self._settings.auth, PatAuth):
             query = statements.first_row(self._context, artifacts.IDENTITY_QUERY, self.database, self.schema)
             identity = await self._run(query)
 
-        def opened() -> list[dict[str, Any]]:
+        def opened() -> list[T]:
             with artifacts.opened_stage(self._settings, run, identity) as stage:
                 return work(stage)
 

@@ -13,13 +13,14 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from cortex_training.answers import DownloadedArtifact, ExecutionLog
 from cortex_training.auth import PatAuth, SnowflakeSessionAuth
 from cortex_training.errors import ConfigurationError, ProtocolError
 from cortex_training.paths import safe_relative
@@ -59,7 +60,7 @@ class Stage(Protocol):
 class ConnectorStage:
     """An experiment run's stage, through a connection of the Snowflake connector."""
 
-    def __init__(self, connection: Any, run: dict[str, Any]) -> None:
+    def __init__(self, connection: Any, run: Mapping[str, Any]) -> None:
         names = []
         for field in ("experiment_name", "experiment_run_name"):
             value = run.get(field)
@@ -107,7 +108,9 @@ IDENTITY_QUERY = "SELECT CURRENT_USER(), CURRENT_ROLE()"
 
 
 @contextmanager
-def opened_stage(settings: ClientSettings, run: dict[str, Any], identity: list[Any] | None) -> Iterator[ConnectorStage]:
+def opened_stage(
+    settings: ClientSettings, run: Mapping[str, Any], identity: list[Any] | None
+) -> Iterator[ConnectorStage]:
     """The stage of an experiment run, over a connection of its own that is closed at the end.
 
     `identity` is the row of `IDENTITY_QUERY`, needed with a programmatic access token only.
@@ -143,15 +146,15 @@ def checked_path(path: str) -> str:
         raise ConfigurationError(f"unsafe experiment artifact path: {error}") from None
 
 
-def fetch_execution_logs(stage: Stage, job_id: str) -> list[dict[str, Any]]:
+def fetch_execution_logs(stage: Stage, job_id: str) -> list[ExecutionLog]:
     """Every log file of the job's sub-jobs: `sub_job_id`, `filename`, `artifact_uri`, `content`.
 
     A file that cannot be fetched does not hide the others: it has an `error` and no content. Bytes that are not UTF-8
     are replaced.
     """
-    logs = []
+    logs: list[ExecutionLog] = []
     for path, sub_job, filename in sorted(_own_files(stage, "_logs", job_id)):
-        entry = {"sub_job_id": sub_job, "filename": filename, "artifact_uri": stage.uri(path), "content": ""}
+        entry = ExecutionLog(sub_job_id=sub_job, filename=filename, artifact_uri=stage.uri(path), content="")
         try:
             with _fetched(stage, path) as file:
                 entry["content"] = file.read_bytes().decode("utf-8", "replace")
@@ -178,7 +181,7 @@ def _fetched(stage: Stage, path: str) -> Iterator[Path]:
 
 def download_chunked(
     stage: Stage, artifact: ChunkedArtifact, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
-) -> list[dict[str, Any]]:
+) -> list[DownloadedArtifact]:
     """Put the chunks of each sub-job together as ``<output_dir>/<sub_job_id>/<filename>``.
 
     Nothing in `output_dir` changes until all of them were read; then each file is replaced in one step. With `resume`
@@ -198,14 +201,14 @@ def download_chunked(
         for sub_job, paths, draft in drafts:
             draft.publish()
             results.append(
-                {
-                    "sub_job_id": sub_job,
-                    "filename": artifact.filename,
-                    "saved_path": str(draft.target),
-                    "chunk_count": len(paths),
-                    "first_artifact_uri": stage.uri(paths[0]),
-                    "last_artifact_uri": stage.uri(paths[-1]),
-                }
+                DownloadedArtifact(
+                    sub_job_id=sub_job,
+                    filename=artifact.filename,
+                    saved_path=str(draft.target),
+                    chunk_count=len(paths),
+                    first_artifact_uri=stage.uri(paths[0]),
+                    last_artifact_uri=stage.uri(paths[-1]),
+                )
             )
         return results
 

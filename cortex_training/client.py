@@ -14,6 +14,19 @@ from typing import Any, Self
 
 from cortex_training import artifacts
 from cortex_training._requests_driver import RequestsDriver
+from cortex_training.answers import (
+    Accepted,
+    Capacity,
+    Checkpoint,
+    CheckpointExport,
+    CreatedJob,
+    DownloadedArtifact,
+    ExecutionLog,
+    ExperimentRun,
+    Job,
+    LogPage,
+    RequestStatus,
+)
 from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
 from cortex_training.config import (
     CheckpointType,
@@ -213,19 +226,19 @@ class CortexTrainingClient:
             )
         )
 
-    def create_job_from_body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def create_job_from_body(self, body: Mapping[str, Any]) -> CreatedJob:
         """Create a job from its REST body, which is posted as it is, and return the reply."""
         return self._run(jobs.create_job_from_body(self._context, body))
 
-    def get_job(self, job_id: str) -> dict[str, Any]:
+    def get_job(self, job_id: str) -> Job:
         """The job with its status, reason and `sub_jobs`."""
         return self._run(jobs.get_job(self._context, job_id))
 
-    def list_jobs(self, status: str | None = None) -> list[dict[str, Any]]:
+    def list_jobs(self, status: str | None = None) -> list[Job]:
         """Jobs of this database, schema and endpoint, all or those in one state."""
         return self._run(jobs.list_jobs(self._context, status))
 
-    def wait_for_job(self, job_id: str, *, timeout_s: float | None = None, progress: Progress = None) -> dict[str, Any]:
+    def wait_for_job(self, job_id: str, *, timeout_s: float | None = None, progress: Progress = None) -> Job:
         """Wait until the job runs and return it. `progress(job)` is called after each look.
 
         Raises `JobFailed` when it ended in any way, `DeadlineExceeded` after `timeout_s` seconds.
@@ -236,12 +249,12 @@ class CortexTrainingClient:
         """Cancel a job. Cancelling a cancelled one again is no error; an otherwise ended one raises `ConflictError`."""
         self._run(jobs.cancel_job(self._context, job_id))
 
-    def get_capacity(self, hardware: Hardware | str | None = None) -> dict[str, Any]:
+    def get_capacity(self, hardware: Hardware | str | None = None) -> Capacity:
         """GPUs of the account: `has_reservation`, `max_total_gpus` (-1: no limit), `reserved_gpus`, `in_use_gpus`,
         `pending_gpus`, `available_gpus`. All zero means that nothing is known."""
         return self._run(jobs.get_capacity(self._context, hardware))
 
-    def get_experiment_run(self, job_id: str) -> dict[str, Any]:
+    def get_experiment_run(self, job_id: str) -> ExperimentRun:
         """The names of the job's experiment and run, under which its logs and metrics are kept."""
         return self._run(jobs.get_experiment_run(self._context, job_id))
 
@@ -354,7 +367,7 @@ class CortexTrainingClient:
         strict: bool | None = None,
         *,
         permit: Permit = None,
-    ) -> dict[str, Any]:
+    ) -> Accepted:
         """Start a generation whose samples are read as they finish, with `stream_request`."""
         return self._run(
             generation.generate_stream(
@@ -374,7 +387,7 @@ class CortexTrainingClient:
 
     def get_request_status(
         self, job_id: str, request_id: str, max_events: int | None = None, cursor: str | None = None
-    ) -> dict[str, Any]:
+    ) -> RequestStatus:
         """One look at a request. With `max_events` the events of a stream are taken out of it: the service delivers
         each once, so a look whose answer is lost is an error and is not repeated."""
         return self._run(polling.get_request_status(self._context, job_id, request_id, max_events, cursor))
@@ -401,11 +414,11 @@ class CortexTrainingClient:
 
     # Checkpoints
 
-    def list_checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+    def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """The job's checkpoints with `checkpoint_id`, `global_steps`, `avg_loss`, `created_at`, `checkpoint_type`."""
         return self._run(checkpoints.list_checkpoints(self._context, job_id))
 
-    def export_checkpoint(self, job_id: str, checkpoint_id: str) -> dict[str, Any]:
+    def export_checkpoint(self, job_id: str, checkpoint_id: str) -> CheckpointExport:
         """Links to a checkpoint's files (`filename`, `url`, `size_bytes`) and `expires_at`. The links are secrets."""
         return self._run(checkpoints.export_checkpoint(self._context, job_id, checkpoint_id))
 
@@ -423,7 +436,7 @@ class CortexTrainingClient:
         sub_job_type: str | None = None,
         cursor: str | None = None,
         max_lines: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> LogPage:
         """One page of a sub-job's log: `entries`, `next_cursor`, `eof`. Works while the job is being placed."""
         return self._run(
             operations.tail_logs(
@@ -454,7 +467,7 @@ class CortexTrainingClient:
 
     # Artifacts
 
-    def fetch_execution_logs(self, job_id: str) -> list[dict[str, Any]]:
+    def fetch_execution_logs(self, job_id: str) -> list[ExecutionLog]:
         """Every log file of the job's experiment run: `sub_job_id`, `filename`, `artifact_uri`, `content`.
 
         A file that cannot be fetched has an `error` and no content. Needs a Snowflake credential and the Snowflake
@@ -465,7 +478,7 @@ class CortexTrainingClient:
 
     def download_stdout_logs(
         self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
-    ) -> list[dict[str, Any]]:
+    ) -> list[DownloadedArtifact]:
         """Write the console output of each sub-job to ``<output_dir>/<sub_job_id>/stdout.log``.
 
         Files are replaced when everything was read. With `resume` only what is new is fetched.
@@ -475,7 +488,7 @@ class CortexTrainingClient:
 
     def download_metrics(
         self, job_id: str, output_dir: str | os.PathLike[str], *, resume: bool = False
-    ) -> list[dict[str, Any]]:
+    ) -> list[DownloadedArtifact]:
         """As `download_stdout_logs`, for GPU metrics: ``<output_dir>/<sub_job_id>/gpu.jsonl``."""
         with self._stage(job_id) as stage:
             return artifacts.download_chunked(stage, artifacts.METRICS, job_id, output_dir, resume=resume)

@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cortex_training.answers import ExecutionLog
 from cortex_training.artifacts import checked_path, folder_name
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document
@@ -35,9 +37,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run_download_log(options: argparse.Namespace) -> int:
     job = job_of(options)
+    logs: list[Mapping[str, Any]]
     with connect(options) as client:
         if options.log_type == "stdout":
-            logs = client.download_stdout_logs(job, options.output_dir, resume=options.resume)
+            logs = [*client.download_stdout_logs(job, options.output_dir, resume=options.resume)]
         else:
             logs = [_saved(log, Path(options.output_dir)) for log in client.fetch_execution_logs(job)]
     print_document(options, {"job_id": job, "logs": logs})
@@ -47,7 +50,7 @@ def run_download_log(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _saved(log: dict[str, Any], output_dir: Path) -> dict[str, Any]:
+def _saved(log: ExecutionLog, output_dir: Path) -> dict[str, Any]:
     """Write one log and describe it without its content. One that could not be fetched is described, not written."""
     described = {name: value for name, value in log.items() if name != "content"}
     if "error" in log:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cortex_training import identity
+from cortex_training.answers import CreatedJob, Job
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document, read_object
 from cortex_training.config import Hardware
@@ -73,7 +74,7 @@ def run_submit(options: argparse.Namespace) -> int:
         body["job_id"] = identity.new_job_id()
         print(f"creating job {body['job_id']}", file=sys.stderr)
     with connect(options) as client:
-        reply = client.create_job_from_body(body)
+        reply: CreatedJob | Job = client.create_job_from_body(body)
         if options.wait:
             reply = client.wait_for_job(reply["job_id"], progress=_state_reporter())
     print_document(options, reply)
@@ -97,14 +98,14 @@ def run_list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _matches(job: dict[str, Any], states: list[str], user: str | None) -> bool:
+def _matches(job: Job, states: list[str], user: str | None) -> bool:
     state = job_state(job.get("status"))
     asked = {job_state(wanted) for wanted in states if wanted != "active"}
     right_state = not states or state in asked or ("active" in states and state not in TERMINAL_JOB_STATES)
     return right_state and (user is None or str(job.get("submitted_by", "")).lower() == user.lower())
 
 
-def _oldest_first(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _oldest_first(jobs: list[Job]) -> list[Job]:
     """By creation; jobs without a date last. The service lists the newest first, so without any date: reversed."""
     if not any(isinstance(job.get("created_at"), str) for job in jobs):
         return jobs[::-1]
@@ -135,13 +136,13 @@ def run_capacity(options: argparse.Namespace) -> int:
     return 0
 
 
-def _state_reporter() -> Callable[[dict[str, Any]], None] | None:
+def _state_reporter() -> Callable[[Job], None] | None:
     """Says on a terminal how a wait goes: one line per change of state."""
     if not sys.stderr.isatty():
         return None
     last = ""
 
-    def report(job: dict[str, Any]) -> None:
+    def report(job: Job) -> None:
         nonlocal last
         state = job_state(job.get("status"))
         if state != last:

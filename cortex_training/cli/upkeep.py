@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cortex_training.answers import Job
 from cortex_training.cli.connection import connect, login_path, read_config, resolve
 from cortex_training.cli.documents import print_document
 from cortex_training.errors import ApiError, ConfigurationError, CortexTrainingError, NotFoundError
@@ -157,7 +158,7 @@ def _owned_jobs(root: str) -> tuple[str, ...]:
     return () if run.state.finished_steps else tuple(run.state.job_ids)
 
 
-def _is_sweepable(job: dict[str, Any], options: argparse.Namespace) -> bool:
+def _is_sweepable(job: Job, options: argparse.Namespace) -> bool:
     state = job_state(job.get("status"))
     if is_terminal_job(state) or state == "cancelling" or not job.get("job_id"):
         return False

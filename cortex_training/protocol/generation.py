@@ -6,9 +6,10 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from cortex_training import wire
+from cortex_training.answers import Accepted
 from cortex_training.config import JobType, canonical_job_type
 from cortex_training.errors import ConfigurationError, CortexTrainingError, NotFoundError
 from cortex_training.protocol import calls
@@ -64,7 +65,7 @@ def generate_stream(
     strict: bool | None = None,
     *,
     permit: Permit = None,
-) -> Flow[dict[str, Any]]:
+) -> Flow[Accepted]:
     body = yield from _checked_body(context, job_id, prompts, sampling_params, routing_key, strict)
     data = yield from computed(lambda: calls.json_bytes("generate_stream", body), _size(body["prompts"]))
     if len(data) > MAX_REQUEST_BYTES:
@@ -77,7 +78,7 @@ def generate_stream(
     request = calls.post_frame(context, path, "generate-stream", data, Kind.AT_MOST_ONCE, job_id=job_id, permit=permit)
     reply = yield from exchange_json(context, request)
     context.remember_request(job_id, required_text(request, reply, "request_id"), "generate-stream")
-    return reply
+    return cast(Accepted, reply)
 
 
 def _size(prompts: Sequence[Any]) -> int:

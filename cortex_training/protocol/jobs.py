@@ -6,8 +6,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+from cortex_training.answers import Capacity, CreatedJob, ExperimentRun, Job
 from cortex_training.config import Hardware, JobType, SubJobConfig, canonical_job_type, check_matching_lora
 from cortex_training.errors import (
     ApiError,
@@ -31,7 +32,7 @@ _SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 300, 604_800
 _CAPACITY_TIMEOUTS = Timeouts(connect_s=10.0, read_s=30.0, total_s=40.0)
 _CAPACITY_BUDGET_S = 20.0
 
-Progress = Callable[[dict[str, Any]], None] | None
+Progress = Callable[[Job], None] | None
 
 
 def create_job(
@@ -48,9 +49,9 @@ def create_job(
     return str(reply["job_id"])
 
 
-def create_job_from_body(context: Context, body: Mapping[str, Any]) -> Flow[dict[str, Any]]:
+def create_job_from_body(context: Context, body: Mapping[str, Any]) -> Flow[CreatedJob]:
     check_body(body)
-    return (yield from _create(context, body))
+    return cast(CreatedJob, (yield from _create(context, body)))
 
 
 def create_body(
@@ -202,15 +203,15 @@ def _first_difference(ours: object, theirs: object, path: str) -> str:
     return next(filter(None, (_first_difference(a, b, where) for a, b, where in parts)), "")
 
 
-def get_job(context: Context, job_id: str, *, deadline: float | None = None) -> Flow[dict[str, Any]]:
+def get_job(context: Context, job_id: str, *, deadline: float | None = None) -> Flow[Job]:
     request = calls.get(context, calls.job_path(job_id), "get-job", job_id=job_id)
-    return (yield from exchange_json(context, request, deadline=deadline))
+    return cast(Job, (yield from exchange_json(context, request, deadline=deadline)))
 
 
-def list_jobs(context: Context, status: str | None = None) -> Flow[list[dict[str, Any]]]:
+def list_jobs(context: Context, status: str | None = None) -> Flow[list[Job]]:
     reply = yield from exchange_json(context, calls.get(context, "", "list-jobs", query={"status": status}))
     jobs = reply.get("jobs")
-    return [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
+    return [cast(Job, job) for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
 
 
 def cancel_job(context: Context, job_id: str) -> Flow[None]:
@@ -227,12 +228,12 @@ def cancel_job(context: Context, job_id: str) -> Flow[None]:
             raise
 
 
-def get_experiment_run(context: Context, job_id: str) -> Flow[dict[str, Any]]:
+def get_experiment_run(context: Context, job_id: str) -> Flow[ExperimentRun]:
     request = calls.get(context, f"{calls.job_path(job_id)}/experiment-run", "get-experiment-run", job_id=job_id)
-    return (yield from exchange_json(context, request))
+    return cast(ExperimentRun, (yield from exchange_json(context, request)))
 
 
-def get_capacity(context: Context, hardware: Hardware | str | None = None) -> Flow[dict[str, Any]]:
+def get_capacity(context: Context, hardware: Hardware | str | None = None) -> Flow[Capacity]:
     """All six fields; the service omits those that are zero or false, and ``{}`` means that nothing is known."""
     query = {"hardware": None if hardware is None else _checked_hardware(hardware)}
     request = calls.get(context, "/capacity", "get-capacity", query=query)
@@ -241,7 +242,7 @@ def get_capacity(context: Context, hardware: Hardware | str | None = None) -> Fl
     capacity: dict[str, Any] = {"has_reservation": reply.get("has_reservation") is True}
     for name in ("max_total_gpus", "reserved_gpus", "in_use_gpus", "pending_gpus", "available_gpus"):
         capacity[name] = _whole(reply.get(name))
-    return {**reply, **capacity}
+    return cast(Capacity, {**reply, **capacity})
 
 
 def _whole(value: object) -> int:
@@ -254,7 +255,7 @@ def _whole(value: object) -> int:
 
 def wait_for_job(
     context: Context, job_id: str, *, timeout_s: float | None = None, progress: Progress = None
-) -> Flow[dict[str, Any]]:
+) -> Flow[Job]:
     """The job once it runs. Raises `JobFailed` on every terminal state, `DeadlineExceeded` after `timeout_s`."""
     limit_s = checked_timeout(context, timeout_s)
     started = context.clock()

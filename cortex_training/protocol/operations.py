@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+from cortex_training.answers import LogPage
 from cortex_training.errors import ConfigurationError
 from cortex_training.protocol import calls
 from cortex_training.protocol.calls import Permit
@@ -191,7 +192,7 @@ def tail_logs(
     sub_job_type: str | None = None,
     cursor: str | None = None,
     max_lines: int | None = None,
-) -> Flow[dict[str, Any]]:
+) -> Flow[LogPage]:
     payload: dict[str, Any] = {}
     if cursor is not None:
         payload["cursor"] = cursor
@@ -202,4 +203,4 @@ def tail_logs(
     request = operation_request(
         context, job_id, "tail-logs", payload, Kind.IDEMPOTENT, sub_job_id=sub_job_id, sub_job_type=sub_job_type
     )
-    return (yield from exchange_json(context, request))
+    return cast(LogPage, (yield from exchange_json(context, request)))

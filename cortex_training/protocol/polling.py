@@ -6,8 +6,9 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
+from cortex_training.answers import RequestStatus
 from cortex_training.errors import (
     ApiError,
     ConfigurationError,
@@ -36,7 +37,7 @@ _STATES_IN_FLIGHT = frozenset({RequestState.PENDING, RequestState.RUNNING, Reque
 
 def get_request_status(
     context: Context, job_id: str, request_id: str, max_events: int | None = None, cursor: str | None = None
-) -> Flow[dict[str, Any]]:
+) -> Flow[RequestStatus]:
     if max_events is not None and (type(max_events) is not int or not 1 <= max_events <= MAX_EVENTS):
         raise ConfigurationError.of("max_events", max_events, f"must be a whole number from 1 to {MAX_EVENTS}")
     # Asking for a stream's events makes the service forget them; asking by cursor, or for the state, does not.
@@ -50,7 +51,7 @@ def get_request_status(
     if isinstance(events, list):
         opened = yield from computed(lambda: [results.event_opened(event) for event in events], _rough_size(events))
         status = {**status, "events": opened}
-    return status
+    return cast(RequestStatus, status)
 
 
 def _read_status(
