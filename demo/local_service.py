@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cortex_training.cli.serve import TOKEN_VARIABLE
 from demo.processes import clean_environment, stop_group
 
 
@@ -40,12 +41,12 @@ class LocalService:
                 [
                     *(sys.executable, "-m", "cortex_training.local", "serve", "--port", "0", "--json-ready"),
                     *("--threads", str(self.threads), "--data-dir", str(self.folder / "data")),
-                    *("--execution-log", str(self.folder / "execution.jsonl"), "--token", self.token),
+                    *("--execution-log", str(self.folder / "execution.jsonl")),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=clean_environment() | {"OMP_NUM_THREADS": str(self.threads)},
+                env=clean_environment() | {"OMP_NUM_THREADS": str(self.threads), TOKEN_VARIABLE: self.token},
                 start_new_session=True,
             )
         assert self._process.stdout is not None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+TOKEN_VARIABLE = "CORTEX_TRAINING_SERVE_TOKEN"
+"""Environment variable with the token to accept: the arguments of a process are there for every user to read."""
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -21,7 +25,10 @@ def _add_serve(subparsers: Any) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     serve.add_argument("--port", type=int, default=8484, help="port to listen on; 0 for a free one (default: 8484)")
     serve.add_argument("--endpoint", default="cortex-training", help="last part of the API's path")
-    serve.add_argument("--token", help="accept this token alone (default: any token, or none)")
+    serve.add_argument(
+        "--token",
+        help=f"accept this token alone (default: that in {TOKEN_VARIABLE}, else any token, or none)",
+    )
     serve.add_argument("--data-dir", type=Path, help="where checkpoints live (default: a folder deleted at the end)")
     serve.add_argument(
         "--model", action="append", default=[], metavar="ID=PATH", help="run this model id from a local folder"
@@ -82,7 +89,7 @@ def run_serve(options: argparse.Namespace) -> int:
             host=options.host,
             port=options.port,
             endpoint=options.endpoint,
-            token=options.token,
+            token=options.token or os.environ.get(TOKEN_VARIABLE) or None,
             gpus_per_hardware=options.gpus,
             threads=options.threads,
             models=dict(_model_folder_option(option) for option in options.model),
@@ -97,7 +104,10 @@ def run_serve(options: argparse.Namespace) -> int:
         )
 
         def announce(base_url: str) -> None:
-            print(ready_line(base_url, settings) if options.json_ready else _greeting(base_url, options), flush=True)
+            print(
+                ready_line(base_url, settings) if options.json_ready else _greeting(base_url, settings.token),
+                flush=True,
+            )
 
         serve(settings, announce=announce, keep_data=options.data_dir is not None)
     except (OSError, ValueError) as error:
@@ -128,12 +138,12 @@ def _model_folder_option(option: str) -> tuple[str, Path]:
     return name, folder
 
 
-def _greeting(base_url: str, options: argparse.Namespace) -> str:
-    token = "the token you gave" if options.token else "any token"
+def _greeting(base_url: str, token: str | None) -> str:
+    accepted = "the token you gave" if token else "any token"
     return (
         f"The local Cortex Training service listens on {base_url}\n"
         f"  client:  CortexTrainingClient({base_url!r}, database='LOCAL', schema='PUBLIC')\n"
         f"  shell:   export CORTEX_TRAINING_BASE_URL={base_url}"
         " CORTEX_TRAINING_DATABASE=LOCAL CORTEX_TRAINING_SCHEMA=PUBLIC\n"
-        f"  accepts {token}; Ctrl-C ends it"
+        f"  accepts {accepted}; Ctrl-C ends it"
     )

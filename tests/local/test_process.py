@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cortex_training import CortexTrainingClient
+from cortex_training.errors import AuthError
 from tests.conftest import ServiceFactory
 from tests.local.api import Caller, RunningJob, masked_frame, sampling, token_batch, training
 
@@ -114,6 +116,22 @@ def test_its_own_data_folder_goes_with_it(tmp_path: Path) -> None:
             process.terminate()
             process.wait(10)
     assert not data_dir.exists()
+
+
+@pytest.mark.parametrize(("flag", "accepted"), [(None, "from-environment"), ("from-flag", "from-flag")])
+def test_its_token_may_come_from_the_environment_and_the_flag_wins(
+    start_local_service: ServiceFactory, monkeypatch: pytest.MonkeyPatch, flag: str | None, accepted: str
+) -> None:
+    monkeypatch.setenv("CORTEX_TRAINING_SERVE_TOKEN", "from-environment")
+    service = start_local_service(**{"token": flag} if flag else {})
+    statuses = {}
+    for token in ("from-environment", "from-flag", "another"):
+        with CortexTrainingClient.from_pat(service.base_url, token, "LOCAL", "PUBLIC") as client:
+            try:
+                statuses[token] = client.list_jobs()
+            except AuthError:
+                continue
+    assert statuses == {accepted: []}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
