@@ -12,6 +12,7 @@ twice, no step is taken twice. Whatever happens, the job is cancelled in the end
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def finetune_from_snowflake(
     for field, value, needed in (("root", root, Path(root).parent), ("models", models, Path(models))):
         if not needed.is_dir():
             raise ConfigurationError.of(field, value, f"folder {needed} does not exist; create it or mount it first")
+    plan = TrainingPlan(
+        root=root,
+        dataset=f"{root}/dataset",
+        job_id="made below",
+        steps=steps,
+        micro_batch_size=micro_batch_size,
+        micro_batches_per_step=micro_batches_per_step,
+        save_every_steps=save_every_steps,
+        learning_rate=LearningRate("linear", peak=learning_rate, warmup_steps=warmup_steps),
+        seed=seed,
+    )
+    # `train` checks it too, but by then rows are read and a job with GPUs waits.
+    plan.validate()
     Path(root).mkdir(exist_ok=True)
 
     prepared = prepare_rows(snowflake, table, connect_options or {})
@@ -172,17 +186,7 @@ def finetune_from_snowflake(
         job_id = create_job(cortex, [sub_job.to_wire() for sub_job in sub_jobs])
         wait_until_running(cortex, job_id)
         before = generate(cortex, job_id, out=f"{root}/samples-before.json", seq=1, **samples)
-        plan = TrainingPlan(
-            root=root,
-            dataset=dataset["manifest"],
-            job_id=job_id,
-            steps=steps,
-            micro_batch_size=micro_batch_size,
-            micro_batches_per_step=micro_batches_per_step,
-            save_every_steps=save_every_steps,
-            learning_rate=LearningRate("linear", peak=learning_rate, warmup_steps=warmup_steps),
-            seed=seed,
-        )
+        plan = replace(plan, dataset=dataset["manifest"], job_id=job_id)
         trained = train(cortex, plan.to_dict())
         checkpoint = save(cortex, trained["job_id"])
         exported = export(cortex, trained["job_id"], checkpoint, root=models)

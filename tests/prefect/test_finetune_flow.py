@@ -165,6 +165,8 @@ def test_a_killed_flow_goes_on_with_its_job_and_takes_each_step_once(
         ({"snowflake": "nobody-saved-this"}, "nobody-saved-this"),
         ({"table": "NO_SUCH_TABLE"}, "NO_SUCH_TABLE"),
         ({"table": "T; DROP TABLE X"}, "give a table's name"),
+        ({"warmup_steps": 7}, "warmup_steps"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"models": "/nowhere/models"}, "/nowhere/models"),
         ({"root": "/nowhere/runs/nightly"}, "/nowhere/runs"),
         ({"max_seq_len": 16, "overlong": "error"}, "max_seq_len"),
