@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import requests
@@ -39,6 +41,8 @@ MAX_TRIES = 5
 
 _BLOCK_BYTES = 1024 * 1024
 _PARTIAL_FOLDER = ".cortex-download"
+#: Says which checkpoint the files beside it are of.
+NOTE_NAME = ".cortex-download.json"
 _LINK_EXPIRED = frozenset({403, 404, 410})
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)", re.ASCII)
@@ -75,6 +79,7 @@ def download_checkpoint(
     dest: str | os.PathLike[str],
     progress: Progress | None = None,
     *,
+    created_at: str | None = None,
     proxy: str | None = None,
     ca_bundle: str | None = None,
 ) -> list[SavedFile]:
@@ -84,11 +89,14 @@ def download_checkpoint(
     file appears under its name only when it has its full size and is synced. The service gives sizes only; the SHA-256
     is computed here. `proxy` is used instead of the environment's; `ca_bundle` instead of the built-in authorities.
 
+    A note in the folder says which checkpoint its files are of; files of another one, or of nobody knows which, are
+    fetched anew. Give `created_at`, as the service lists it: ids may come again, and sizes say nothing of weights.
+
     Raises DownloadError (naming checkpoint and file), ProtocolError for a reply or a file name that is refused, and
     whatever `client.export_checkpoint` raises.
     """
     folder = os.path.abspath(os.fspath(dest))
-    download = _Download(client, job_id, checkpoint_id, folder, _plain_session(ca_bundle), proxy, progress)
+    download = _Download(client, job_id, checkpoint_id, created_at, folder, _plain_session(ca_bundle), proxy, progress)
     with quiet_libraries(), download.session:
         try:
             return download.run()
@@ -117,7 +125,14 @@ def export_save(
     """
     with store.staged(save) as folder:
         files = download_checkpoint(
-            client, manifest.job_id, manifest.checkpoint_id, folder, progress, proxy=proxy, ca_bundle=ca_bundle
+            client,
+            manifest.job_id,
+            manifest.checkpoint_id,
+            folder,
+            progress,
+            created_at=manifest.created_at,
+            proxy=proxy,
+            ca_bundle=ca_bundle,
         )
     complete = dataclasses.replace(manifest, files=tuple(files))
     complete.write(store, save)
@@ -130,6 +145,7 @@ class _Download:
         client: ExportingClient,
         job_id: str,
         checkpoint_id: str,
+        created_at: str | None,
         folder: str,
         session: requests.Session,
         proxy: str | None,
@@ -139,6 +155,7 @@ class _Download:
         self._client = client
         self._job_id = job_id
         self._checkpoint_id = checkpoint_id
+        self._created_at = created_at
         self._folder = folder
         self._partial_folder = os.path.join(folder, _PARTIAL_FOLDER)
         self._proxy = proxy
@@ -148,11 +165,32 @@ class _Download:
 
     def run(self) -> list[SavedFile]:
         self._links = self._export()
+        durable.make_folder(self._folder)
+        self._settle_origin()
         durable.make_folder(self._partial_folder)
         saved = [self._fetch(filename) for filename in sorted(self._links)]
         shutil.rmtree(self._partial_folder)
         durable.sync_folder(self._folder)
         return saved
+
+    def _settle_origin(self) -> None:
+        """See to it that whatever is in the folder is of this checkpoint, and that the folder says so."""
+        path = os.path.join(self._folder, NOTE_NAME)
+        origin = {"job_id": self._job_id, "checkpoint_id": self._checkpoint_id, "created_at": self._created_at}
+        note = json.dumps({"v": 1, **origin}, sort_keys=True).encode() + b"\n"
+        if os.path.exists(path) and Path(path).read_bytes() == note:
+            return
+        # The manifest first and the note last: after a crash in between nothing here passes for either checkpoint.
+        for filename in (MANIFEST_NAME, *self._links):
+            target = os.path.join(self._folder, *filename.split("/"))
+            if os.path.isfile(target):
+                os.unlink(target)
+                durable.sync_folder(os.path.dirname(target))
+        if os.path.isdir(self._partial_folder):
+            shutil.rmtree(self._partial_folder)
+        durable.sync_folder(self._folder)
+        durable.replace_whole(path, note)
+        durable.sync_folder(self._folder)
 
     def _export(self) -> dict[str, _Link]:
         return _read_links(self._client.export_checkpoint(self._job_id, self._checkpoint_id), self._what)
@@ -340,7 +378,7 @@ def _read_links(reply: Mapping[str, Any], what: str) -> dict[str, _Link]:
             filename = safe_relative(filename)
         except ValueError as problem:
             raise ProtocolError(f"export {what}: file name {filename!r} is refused: {problem}") from None
-        if filename.split("/")[0] in (_PARTIAL_FOLDER, MANIFEST_NAME):
+        if filename.split("/")[0] in (_PARTIAL_FOLDER, NOTE_NAME, MANIFEST_NAME):
             raise ProtocolError(f"export {what}: file name {filename!r} is refused: it is used by the download itself")
         if filename in links:
             raise ProtocolError(f"export {what}: file {filename!r} is listed twice")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from airflow.sdk.exceptions import AirflowFailException
@@ -285,6 +287,90 @@ class TestTrainingCalls:
         assert not second["created"]
         assert first["entry"] == second["entry"] == log.latest().name
         assert len(log.entries()) == 1
+
+    def test_a_cleared_export_neither_reuses_nor_rewrites_what_an_entry_names(
+        self, task_run, connection, start_local_service, frame, tmp_path
+    ) -> None:
+        service = start_local_service(assume=["checkpoint-ids=global_step"])
+        conn_id = connection("again", host=service.base_url, database=service.database, schema=service.schema)
+        root = tmp_path / "models"
+        root.mkdir()
+        log = PublicationLog(str(root))
+        exporting, publishing = task_run("export"), task_run("publish")
+
+        def export(seed: int) -> dict[str, Any]:
+            """A new job, trained for a step: its checkpoint has the name and the sizes of every other one."""
+            with CortexTrainingClient(service.base_url, service.database, service.schema) as client:
+                job_id = client.create_job_from_body({"sub_job_configs": [{**TRAINING, "seed": seed}]})["job_id"]
+                client.wait_for_job(job_id)
+                task_run("fb").execute(forward_backward(conn_id, job_id, **frame))
+                task_run("step").execute(step(conn_id, job_id, learning_rate=seed * 1e-3))
+                client.poll_request(job_id, client.save(job_id, None, "weights-only"))
+                exported = exporting.execute(
+                    CortexTrainingExportOperator(
+                        task_id="export",
+                        conn_id=conn_id,
+                        job_id=job_id,
+                        checkpoint_id="global_step1",
+                        root=str(root),
+                    )
+                )
+                client.cancel_job(job_id)
+            assert SaveManifest.read(log.store, exported["save"]).job_id == job_id
+            return exported
+
+        def publish(exported: dict[str, Any]) -> dict[str, Any]:
+            fields = {name: exported[name] for name in ("save", "epoch")}
+            return publishing.execute(
+                CortexTrainingPublishOperator(task_id="publish", root=str(root), step=1, **fields)
+            )
+
+        def weights(exported: dict[str, Any]) -> str:
+            """SHA-256 of the weights on disk, which must be what the manifest says."""
+            (file,) = (f for f in SaveManifest.read(log.store, exported["save"]).files if f.path.endswith("tensors"))
+            found = hashlib.sha256((root / exported["save"] / file.path).read_bytes()).hexdigest()
+            assert found == file.sha256
+            return found
+
+        first = export(1)
+        assert publish(first)["epoch"] == first["epoch"]
+        kept = weights(first)
+        # A retry of the same generation stays in its folder, but trusts no file of another job in it.
+        exporting.retry()
+        retried = export(2)
+        assert (retried["save"], retried["epoch"]) == (first["save"], first["epoch"])
+        assert weights(retried) != kept
+
+        kept = weights(first)
+        exporting.clear()
+        publishing.clear()
+        second = export(3)
+        assert second["epoch"] > first["epoch"]
+        assert publish(second)["created"]
+        assert weights(first) == kept != weights(second)
+        assert [entry.save for entry in log.entries()] == [first["save"], second["save"]]
+
+    def test_a_retried_export_goes_on_with_its_download(
+        self, task_run, service_connection, job_id, tmp_path, client
+    ) -> None:
+        client.poll_request(job_id, client.save(job_id, None, "weights-only"))
+        (saved,) = client.list_checkpoints(job_id)
+        export = CortexTrainingExportOperator(
+            task_id="export",
+            conn_id=service_connection,
+            job_id=job_id,
+            checkpoint_id=saved["checkpoint_id"],
+            root=str(tmp_path),
+        )
+        run = task_run("export")
+        first = run.execute(export)
+        # What a worker leaves that died after its last file: everything but the manifest.
+        (tmp_path / first["save"] / ".cortex-save.json").unlink()
+        files = {path: path.stat().st_ino for path in (tmp_path / first["save"]).iterdir() if path.name[0] != "."}
+        run.retry()
+        assert run.execute(export) == first
+        assert {path: path.stat().st_ino for path in files} == files
+        assert len(PublicationLog(str(tmp_path)).store.names("epochs")) == 1
 
     def test_a_retried_forward_backward_is_the_same_execution(
         self, task_run, service_connection, local_service, job_id, frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -24,6 +25,7 @@ from cortex_training.publication import (
     download_checkpoint,
     export_save,
 )
+from cortex_training.publication.export import NOTE_NAME
 from tests.publication.servers import serving
 
 SECRET = "X-Signature-hush"
@@ -122,7 +124,7 @@ def download(server: LinkServer, dest: Path, **options: Any) -> list[SavedFile]:
         assert (file.size, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     assert sorted(file.path for file in saved) == sorted(server.files)
     left = {str(path.relative_to(dest)) for path in dest.rglob("*") if path.is_file()}
-    assert left == set(server.files)
+    assert left == {*server.files, NOTE_NAME}
     return saved
 
 
@@ -140,6 +142,42 @@ def test_files_that_are_whole_are_not_fetched_again(server: LinkServer, tmp_path
     server.requests.clear()
     assert download(server, tmp_path) == first
     assert server.requests == [("deep/config.json", None)]
+
+
+def overwritten(server: LinkServer) -> None:
+    """The checkpoint is overwritten by another one, whose files have the same names and sizes."""
+    server.files = {name: os.urandom(len(data)) for name, data in server.files.items()}
+
+
+def test_a_later_checkpoint_of_the_same_name_and_sizes_is_fetched_anew(server: LinkServer, tmp_path: Path) -> None:
+    download(server, tmp_path, created_at="2026-07-20T19:05:00Z")
+    (tmp_path / ".cortex-save.json").write_text("{}")
+    overwritten(server)
+    server.answers = [None, *[500] * 5]
+    with pytest.raises(DownloadError):
+        download(server, tmp_path, created_at="2026-07-21T19:05:00Z")
+    # A folder that is neither checkpoint must not look like a save, nor may what is left of the first one count later.
+    assert not (tmp_path / ".cortex-save.json").exists()
+    download(server, tmp_path, created_at="2026-07-21T19:05:00Z")
+
+
+def test_a_part_of_another_checkpoint_is_not_continued(server: LinkServer, tmp_path: Path) -> None:
+    server.etag = None
+    server.cut = [None, 1_100_000]
+    server.answers = [None, None, *[500] * 5]
+    with pytest.raises(DownloadError):
+        download(server, tmp_path, created_at="2026-07-20T19:05:00Z")
+    overwritten(server)
+    server.requests.clear()
+    download(server, tmp_path, created_at="2026-07-21T19:05:00Z")
+    assert {span for _, span in server.requests} == {None}
+
+
+def test_files_of_unknown_origin_are_not_trusted(server: LinkServer, tmp_path: Path) -> None:
+    for name, data in server.files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(len(data)))
+    download(server, tmp_path)
 
 
 def test_a_download_over_a_dropping_line_goes_on_where_it_was(server: LinkServer, tmp_path: Path) -> None:
@@ -268,6 +306,7 @@ def files_reply(**change: object) -> dict[str, Any]:
         files_reply(filename="a\\b"),
         files_reply(filename=".cortex-save.json"),
         files_reply(filename=".cortex-download/x"),
+        files_reply(filename=NOTE_NAME),
         files_reply(size_bytes=-1),
         files_reply(size_bytes="1"),
         files_reply(url="file:///etc/passwd"),
@@ -335,4 +374,8 @@ def test_an_exported_save_has_its_manifest_last(server: LinkServer, store: Store
     complete = export_save(server, store, "exec/a/cp_1", manifest)
     assert SaveManifest.read(store, "exec/a/cp_1") == complete
     for file in complete.files:
+        assert store.read(f"exec/a/cp_1/{file.path}") == server.files[file.path]
+    overwritten(server)
+    later = dataclasses.replace(manifest, created_at="2026-07-21T19:05:00Z")
+    for file in export_save(server, store, "exec/a/cp_1", later).files:
         assert store.read(f"exec/a/cp_1/{file.path}") == server.files[file.path]

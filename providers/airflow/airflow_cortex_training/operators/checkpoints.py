@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from cortex_training.client import CortexTrainingClient
+    from cortex_training.publication import PublicationLog
 
 _PROGRESS_STEP = 0.1
 
@@ -117,16 +118,18 @@ class CortexTrainingLoadOperator(CortexTrainingRequestOperator):
 class CortexTrainingExportOperator(CortexTrainingOperator):
     """Download a weights-only checkpoint below a root, as a save that can be published.
 
-    The files go to ``<root>/exec/<attempt>/<checkpoint id>/``; the save's manifest, with sizes and SHA-256, is
-    written last. A retry goes on where the download stopped: whole files stay, partial ones are continued. Links to
-    the files are secrets; they appear in no log and no XCom.
+    The files go to ``<root>/exec/<attempt>-e<epoch>/<checkpoint id>/``; the save's manifest, with sizes and SHA-256,
+    is written last. The epoch is claimed once for a generation of the task: a retry goes on where the download
+    stopped (whole files stay, partial ones are continued), and a cleared task writes another folder, since the first
+    one may be published. Links to the files are secrets; they appear in no log and no XCom.
 
     Args:
         job_id, checkpoint_id: usually ``save.output["job_id"]`` and ``save.output["checkpoint_id"]``.
         root: an existing directory that workers share.
         metrics: numbers to keep in the manifest, e.g. ``train.output``'s losses.
 
-    Returns (XCom): ``save`` (path below the root), ``path``, ``global_steps``, ``files``, ``bytes``.
+    Returns (XCom): ``save`` (path below the root), ``epoch``, ``path``, ``global_steps``, ``files``, ``bytes``. Give
+    ``save`` and ``epoch`` to `CortexTrainingPublishOperator`.
     """
 
     template_fields = (*CortexTrainingOperator.template_fields, "job_id", "checkpoint_id", "root", "metrics")
@@ -148,41 +151,42 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         from cortex_training.paths import safe_relative
-        from cortex_training.publication import PosixStore, SaveManifest, download_checkpoint
+        from cortex_training.publication import PosixStore, PublicationLog, SaveManifest, export_save
 
         with clear_failures():
             job_id = require_text(self, "job_id", self.job_id)
             checkpoint_id = require_text(self, "checkpoint_id", self.checkpoint_id)
             store = PosixStore(require_text(self, "root", self.root))
-            save = f"exec/{attempt_id(context)}/{safe_relative(checkpoint_id)}"
-            hook = self.hook
-            settings = hook.settings()
-            with hook.get_conn() as client:
+            record = DurableRecord(context)
+            settings = self.hook.settings()
+            with self.hook.get_conn() as client:
                 listed = listed_checkpoint(client, job_id, checkpoint_id)
-                files = download_checkpoint(
+                epoch = claimed_epoch(record, PublicationLog(store), context)
+                save = f"exec/{attempt_id(context)}-e{epoch}/{safe_relative(checkpoint_id)}"
+                manifest = SaveManifest(
+                    job_id=job_id,
+                    checkpoint_id=checkpoint_id,
+                    checkpoint_type=CheckpointType.WEIGHTS_ONLY,
+                    global_steps=int(listed.get("global_steps") or 0),
+                    created_at=listed.get("created_at"),
+                    metrics=_finite_numbers(self.metrics or {}),
+                )
+                manifest = export_save(
                     client,
-                    job_id,
-                    checkpoint_id,
-                    store.locate(save),
+                    store,
+                    save,
+                    manifest,
                     self._progress(),
                     proxy=settings.proxy,
                     ca_bundle=settings.ca_bundle,
                 )
-            SaveManifest(
-                job_id=job_id,
-                checkpoint_id=checkpoint_id,
-                checkpoint_type=CheckpointType.WEIGHTS_ONLY,
-                global_steps=int(listed.get("global_steps") or 0),
-                created_at=listed.get("created_at"),
-                files=files,
-                metrics=_finite_numbers(self.metrics or {}),
-            ).write(store, save)
         return {
             "save": save,
+            "epoch": epoch,
             "path": store.locate(save),
             "global_steps": listed.get("global_steps"),
-            "files": len(files),
-            "bytes": sum(file.size for file in files),
+            "files": len(manifest.files),
+            "bytes": sum(file.size for file in manifest.files),
         }
 
     def _progress(self) -> Any:
@@ -205,21 +209,31 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
         root: root of the publication log.
         save: path of the save below the root, e.g. ``export.output["save"]``.
         step: the step its weights are at, e.g. ``export.output["global_steps"]``.
+        epoch: the epoch the save was made under, e.g. ``export.output["epoch"]``; None claims one here, once for a
+            generation of the task, so that a retry publishes the same entry.
         loss: the loss last measured on the training run, if one was: a save of weights that diverged is refused.
-
-    The publication's epoch is claimed once for a generation of the task, so a retry publishes the same entry.
 
     Returns (XCom): ``entry``, ``location``, ``epoch``, ``step``, ``created`` (False when it was there already).
     """
 
-    template_fields = ("root", "save", "step", "loss")
+    template_fields = ("root", "save", "step", "epoch", "loss")
     ui_color = "#e5f5e0"
 
-    def __init__(self, *, root: str, save: str, step: int, loss: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        root: str,
+        save: str,
+        step: int,
+        epoch: int | None = None,
+        loss: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**with_fields(kwargs))
         self.root = root
         self.save = save
         self.step = step
+        self.epoch = epoch
         self.loss = loss
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -231,12 +245,8 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
                     f"task {self.task_id}: loss", self.loss, "the training diverged; its checkpoint is not published"
                 )
             log = PublicationLog(require_text(self, "root", self.root))
-            record = DurableRecord(context)
-            epoch = (record.current or {}).get("epoch")
-            if epoch is None:
-                epoch = log.claim_epoch({"task": attempt_id(context)}).number
-                record.write(epoch=epoch)
-            entry, created = log.publish(require_text(self, "save", self.save), int(epoch), int(self.step))
+            epoch = claimed_epoch(DurableRecord(context), log, context) if self.epoch is None else int(self.epoch)
+            entry, created = log.publish(require_text(self, "save", self.save), epoch, int(self.step))
         self.log.info(
             "published %s (epoch %d, step %d)%s",
             entry.location,
@@ -258,6 +268,15 @@ def attempt_id(context: Context) -> str:
     ti = context["ti"]
     text = "\0".join((ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def claimed_epoch(record: DurableRecord, log: PublicationLog, context: Context) -> int:
+    """The epoch of this generation of the task: claimed by its first try, remembered for the others."""
+    epoch = (record.current or {}).get("epoch")
+    if epoch is None:
+        epoch = log.claim_epoch({"task": attempt_id(context)}).number
+        record.write(epoch=epoch)
+    return int(epoch)
 
 
 def listed_checkpoint(client: CortexTrainingClient, job_id: str, checkpoint_id: str) -> dict[str, Any]:
