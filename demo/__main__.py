@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import shutil
 import signal
 import subprocess
@@ -136,14 +137,19 @@ def _facts(
         gpu_seconds=sum(_gpu_seconds(stage, job_id) for job_id in outcome.job_ids),
         worker_slot_s=outcome.worker_slot_s,
         seconds=seconds,
-        plot=stage.work / "loss.png",
+        plot=Path(_shown(stage.work / "loss.png")),
         look_at=[
-            ("run", str(outcome.run_root)),
-            ("model", str(outcome.model)),
-            ("service log", str(stage.service.folder / "execution.jsonl")),
+            ("run", _shown(outcome.run_root)),
+            ("model", _shown(outcome.model)),
+            ("service log", _shown(stage.service.folder / "execution.jsonl")),
             ("engine", outcome.look_at),
         ],
     )
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _gpu_seconds(stage: Stage, job_id: str) -> float:

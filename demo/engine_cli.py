@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from cortex_training import AsyncCortexTrainingClient, CortexTrainingClient
@@ -47,7 +48,7 @@ def run_pipeline(stage: Stage) -> Outcome:
         before=before,
         after=after,
         job_ids=[job_id],
-        look_at=f"cortex-training runs {stage.runs_root / 'cli'}",
+        look_at=f"cortex-training runs {os.path.relpath(stage.runs_root / 'cli')}",
     )
 
 
