@@ -31,7 +31,7 @@ Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 
 async def cancel_remote_jobs(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook: cancel every job that the flow run's labels name, and every job in the journals of its training runs.
+    """Hook: end the flow run's training runs and cancel every job that their journals or the flow run's labels name.
 
         @flow(on_cancellation=[cancel_remote_jobs], on_crashed=[cancel_remote_jobs])
 
@@ -77,15 +77,16 @@ class jobs_cancelled_at_end:
 
 
 async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> None:
-    """Cancel every job of a flow run. One that can't be cancelled is logged and does not keep the next from being
-    cancelled.
+    """End the training runs of a flow run and cancel every job. One that can't be cancelled is logged and does not keep
+    the next from being cancelled.
     """
     known = await labels.read()
-    for job in jobs_in(known):
-        await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, partial(_cancel_one, job_id=job.job_id))
+    # Runs first: they are taken from a driver that is still alive before it can miss its job and create another.
     for root in roots_in(known):
         what = f"jobs that the training run in {root.root} created"
-        await _try_to_cancel(logger, what, root.credentials, partial(_cancel_journalled, root=root.root))
+        await _try_to_cancel(logger, what, root.credentials, partial(_end_training_run, root=root.root))
+    for job in jobs_in(known):
+        await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, partial(_cancel_one, job_id=job.job_id))
 
 
 async def _cancel_one(client: AsyncCortexTrainingClient, job_id: str) -> list[str]:
@@ -93,10 +94,10 @@ async def _cancel_one(client: AsyncCortexTrainingClient, job_id: str) -> list[st
     return [job_id]
 
 
-async def _cancel_journalled(client: AsyncCortexTrainingClient, root: str) -> list[str]:
-    from cortex_training.training import cancel_jobs
+async def _end_training_run(client: AsyncCortexTrainingClient, root: str) -> list[str]:
+    from cortex_training.training import end_run
 
-    return await cancel_jobs(root, client)
+    return await end_run(root, client)
 
 
 async def _try_to_cancel(
