@@ -157,7 +157,7 @@ def _gpu_seconds(stage: Stage, job_id: str) -> float:
     from cortex_training import CortexTrainingClient
 
     with CortexTrainingClient.from_pat(stage.service.base_url, stage.service.token, DATABASE, SCHEMA) as client:
-        return float(client.get_job(job_id)["gpu_seconds"])
+        return float(str(dict(client.get_job(job_id))["gpu_seconds"]))
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
