@@ -62,6 +62,10 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: $(VENV)/.ready $(PUBLIC_VENV)/.ready
+	$(BIN)/python benchmarks/wire.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
+	$(BIN)/python benchmarks/client.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
+
 # The publication command as one file, for compute nodes that have Python and nothing else.
 cortex-publish.pyz: $(VENV)/.ready $(wildcard cortex_training/publication/*.py) cortex_training/errors.py cortex_training/paths.py
 	$(BIN)/python -m cortex_training.publication.onefile $@

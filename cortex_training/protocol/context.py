@@ -59,7 +59,7 @@ class Context:
     random: random.Random = field(default_factory=random.Random)
     fresh: Bounded[str, float] = field(default_factory=lambda: Bounded(1024))
     submitted: Bounded[tuple[str, str], Submitted] = field(default_factory=lambda: Bounded(8192))
-    durations: Bounded[tuple[str, str], Durations] = field(default_factory=lambda: Bounded(512))
+    durations: Bounded[tuple[str, str], Durations] = field(default_factory=lambda: Bounded(8192))
     windows: Bounded[str, tuple[int | None]] = field(default_factory=lambda: Bounded(256))
     database_created: bool = False
     job_ids_honoured: bool | None = None

@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from cortex_training import CortexTrainingClient
+from cortex_training._network import proxy_for
 from cortex_training.errors import ConfigurationError, TransportError
 
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -287,3 +289,17 @@ def test_connections_that_lay_idle_are_not_used_again(
     clients.expire_idle_connections(monkeypatch)
     client.step("j")
     assert [seen.connection for seen in weather.seen] == [1, 1, 2]
+
+
+def test_a_change_of_the_environment_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    settings = CortexTrainingClient("http://service.example", "DB", "S")._settings
+    url = "http://service.example/api/v2/jobs"
+    assert proxy_for(settings, url) is None
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    assert proxy_for(settings, url) == "http://proxy.example:3128"
+    assert proxy_for(settings, "http://service.example:8080/x") == "http://proxy.example:3128"
+    monkeypatch.setenv("NO_PROXY", "service.example")
+    assert proxy_for(settings, url) is None
+    assert proxy_for(settings, "http://other.example/x") == "http://proxy.example:3128"

@@ -355,7 +355,7 @@ def test_what_is_remembered_is_bounded(world: Any, say: Any) -> None:
         world.context.remember_request(f"job{number}", f"r{number}", "step")
         world.context.durations_of(f"job{number}", "step")
     assert len(world.context.submitted) <= 8192
-    assert len(world.context.durations) <= 512
+    assert len(world.context.durations) <= 8192
     assert len(world.context.fresh) <= 1024
 
 
