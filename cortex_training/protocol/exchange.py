@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
@@ -262,7 +263,7 @@ def _wait_s(context: Context, answer: Response | TransportFault, retries: int, u
     remaining_s = until - context.clock()
     if remaining_s <= 0:
         return None
-    asked_s = _retry_after_s(context, answer) if isinstance(answer, Response) else None
+    asked_s = retry_after_s(answer.headers, context.wall()) if isinstance(answer, Response) else None
     if asked_s is not None:
         # Everybody who was told "in 5 seconds" must not come back in the same instant.
         wait_s = max(asked_s, 0.1) + min(1.0, 0.1 * asked_s) * context.random.random()
@@ -271,13 +272,16 @@ def _wait_s(context: Context, answer: Response | TransportFault, retries: int, u
     return min(backoff_s * (0.5 + 0.5 * context.random.random()), remaining_s)
 
 
-def _retry_after_s(context: Context, response: Response) -> float | None:
-    """`Retry-After` in seconds, from its number or its date; None if absent or unreadable."""
-    text = response.headers.get("retry-after", "").strip()
+def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
+    """`Retry-After` in seconds, from its number or its date; None if absent or unreadable.
+
+    `headers` have lower-case names, or don't mind; `now` is this machine's clock, UTC epoch seconds.
+    """
+    text = headers.get("retry-after", "").strip()
     if not text:
         return None
     try:
-        seconds = float(text) if text[0].isdigit() else _date(text) - _now(context, response)
+        seconds = float(text) if text[0].isdigit() else _date(text) - _service_now(headers, now)
     except (ValueError, TypeError, OverflowError):
         return None
     return max(seconds, 0.0) if math.isfinite(seconds) else None
@@ -302,9 +306,9 @@ def _date(text: str) -> float:
     return parsedate_to_datetime(text).timestamp()
 
 
-def _now(context: Context, response: Response) -> float:
+def _service_now(headers: Mapping[str, str], now: float) -> float:
     # The date is by the service's clock, so its own idea of now is the one to compare with.
     try:
-        return _date(response.headers["date"])
+        return _date(headers["date"])
     except (KeyError, ValueError, TypeError):
-        return context.wall()
+        return now

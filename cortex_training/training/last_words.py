@@ -26,7 +26,12 @@ async def last_error_lines(client: AsyncCortexTrainingClient, job_id: str) -> li
             page = await client.tail_logs(job_id, sub_job_id=f"{job_id}:training:0", max_lines=200)
     except (CortexTrainingError, TimeoutError):
         return []
-    entries = [entry for entry in page.get("entries", []) if _is_error(entry)]
+    return error_lines(page)
+
+
+def error_lines(page: Mapping[str, Any]) -> list[str]:
+    """The last error lines of a page of a log as ``tail_logs`` gives it, at most 5 of at most 300 characters each."""
+    entries = [entry for entry in page.get("entries") or [] if _is_error(entry)]
     return [_text(entry)[:_LINE_CHARACTERS] for entry in entries[-_LINES:]]
 
 

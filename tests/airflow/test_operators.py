@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from airflow.sdk.exceptions import AirflowFailException
 
+from airflow_cortex_training.operators.base import clear_failures
 from airflow_cortex_training.operators.checkpoints import (
     CortexTrainingExportOperator,
     CortexTrainingLoadOperator,
@@ -22,6 +24,7 @@ from airflow_cortex_training.operators.sampling import CortexTrainingGenerateOpe
 from airflow_cortex_training.operators.training import CortexTrainingForwardBackwardOperator, CortexTrainingStepOperator
 from airflow_cortex_training.sensors.jobs import CortexTrainingWaitForRunningSensor
 from cortex_training.client import CortexTrainingClient
+from cortex_training.errors import JobFailed
 from cortex_training.publication import PublicationLog, SaveManifest
 
 TRAINING = {
@@ -475,9 +478,11 @@ class TestTrainingCalls:
 
 class TestSampling:
     def test_generates_into_a_file_and_syncs_weights(
-        self, task_run, service_connection, local_service, job_id, tmp_path, no_grace
+        self, task_run, service_connection, local_service, job_id, tmp_path, no_grace, monkeypatch
     ) -> None:
         output = tmp_path / "samples.jsonl"
+        synced, sync = set(), os.fsync
+        monkeypatch.setattr(os, "fsync", lambda handle: (sync(handle), synced.add(os.fstat(handle).st_ino)))
         run = task_run("generate")
         result = run.execute(
             CortexTrainingGenerateOperator(
@@ -492,17 +497,19 @@ class TestSampling:
             )
         )
         lines = [json.loads(line) for line in output.read_text().splitlines()]
+        # A later task may run on another machine, after this one lost its power.
+        assert {output.stat().st_ino, tmp_path.stat().st_ino} <= synced
         assert [line["prompt"] for line in lines] == ["What comes after 1?", "And after 2?"]
         assert all(isinstance(line["token_ids"], list) for line in lines)
         assert result["count"] == 2
         assert "text" not in json.dumps(result)
 
-        synced = task_run("sync").execute(
+        copied = task_run("sync").execute(
             CortexTrainingWeightSyncOperator(
                 task_id="sync", conn_id=service_connection, job_id=job_id, deferrable=False
             )
         )
-        assert synced == {"job_id": job_id}
+        assert copied == {"job_id": job_id}
         assert executed(local_service, job_id, "weight-sync") == 1
 
     @pytest.mark.parametrize(
@@ -527,6 +534,35 @@ class TestSampling:
         with pytest.raises(AirflowFailException, match=named):
             task_run("generate").execute(operator)
         assert executed(local_service, job_id, "generate") == 0
+
+
+class TailedLog:
+    """A client whose jobs' logs say this."""
+
+    def __init__(self, *entries: Any) -> None:
+        self.entries = list(entries)
+
+    def tail_logs(self, job_id: str, **options: Any) -> dict[str, Any]:
+        return {"entries": self.entries}
+
+
+def test_a_failure_ends_with_the_error_lines_of_the_jobs_log() -> None:
+    log = TailedLog(
+        {"level": "ERROR", "msg": "out of memory on rank 3"},
+        {"level": "INFO", "msg": "saved without an error"},
+        {"_raw": "RuntimeError: rank 3 left"},
+    )
+    with pytest.raises(JobFailed) as failure, clear_failures(log):
+        raise JobFailed(job_id="j", state="failed", reason="worker lost")
+    first, *rest = str(failure.value).splitlines()
+    assert "worker lost" in first
+    assert rest == ["Last error lines of the job's log:", "out of memory on rank 3", "RuntimeError: rank 3 left"]
+
+
+def test_a_log_without_errors_adds_nothing() -> None:
+    with pytest.raises(JobFailed) as failure, clear_failures(TailedLog({"level": "INFO", "msg": "step 1"})):
+        raise JobFailed(job_id="j", state="failed", reason="worker lost")
+    assert "step 1" not in str(failure.value)
 
 
 def test_a_diverged_save_is_not_published(task_run, tmp_path: Path) -> None:

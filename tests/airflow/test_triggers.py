@@ -132,6 +132,12 @@ class TestRequest:
         assert (await fire(request_trigger()))["status"] == "settled"
         assert scripted.at[1] - scripted.at[0] >= 3
 
+    async def test_a_date_to_retry_after_is_by_the_services_clock(self, scripted, conn) -> None:
+        clock = {"Date": "Wed, 21 Oct 2037 07:28:00 GMT", "Retry-After": "Wed, 21 Oct 2037 07:28:02 GMT"}
+        scripted.script = [(503, {}, clock), {"status": "done"}]
+        assert (await asyncio.wait_for(fire(request_trigger(deadline=time.time() + 600)), timeout=60))["status"]
+        assert scripted.at[1] - scripted.at[0] >= 2
+
     async def test_a_large_reply_is_left_to_the_worker(self, scripted, conn) -> None:
         scripted.script = [{"status": "done", "result": {"payload_b64": "A" * (2 * MAX_REPLY_BYTES)}}]
         event = await fire(request_trigger())

@@ -29,7 +29,6 @@ DEFER_GRACE_S = 10.0
 """A trigger emits nothing earlier than this after the deferral: Airflow 3.3 may take an event that overtakes the end of
 the first leg for a lost task and fail it."""
 
-_LOG_LINES = 5
 _PERMANENT = (ConfigurationError, AuthError, NotFoundError)
 
 
@@ -100,7 +99,7 @@ def require_text(owner: BaseOperator, name: str, value: object) -> str:
 
 @contextlib.contextmanager
 def clear_failures(client: CortexTrainingClient | None = None) -> Iterator[None]:
-    """Turn errors that a retry cannot mend into `AirflowFailException`, and add the job's own last words to the others.
+    """Turn errors that a retry cannot mend into `AirflowFailException`; to the others add the last error lines of the job.
 
     The tail of the job's log is asked for only when the job or a request failed, once, and never hides the failure.
     """
@@ -113,21 +112,14 @@ def clear_failures(client: CortexTrainingClient | None = None) -> Iterator[None]
         if not words:
             raise
         # In place, so that the type stays what retry policies match on.
-        error.args = (f"{error}\nLast lines of the job's log:\n{words}", *error.args[1:])
+        error.args = (f"{error}\nLast error lines of the job's log:\n{words}", *error.args[1:])
         raise
 
 
 def _last_words(client: CortexTrainingClient, job_id: str) -> str:
+    from cortex_training.training.last_words import error_lines
+
     try:
-        page = client.tail_logs(job_id, max_lines=100)
+        return "\n".join(error_lines(client.tail_logs(job_id, max_lines=200)))
     except CortexTrainingError:
         return ""
-    lines = [_line(entry) for entry in page.get("entries") or page.get("lines") or []]
-    errors = [line for line in lines if "error" in line.lower() or "exception" in line.lower()]
-    return "\n".join((errors or lines)[-_LOG_LINES:])
-
-
-def _line(entry: Any) -> str:
-    if isinstance(entry, dict):
-        return str(entry.get("message") or entry.get("line") or entry)[:500]
-    return str(entry)[:500]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
@@ -142,6 +141,8 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
         )
 
     def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        from cortex_training.publication import durable
+
         completions = list(result.get("results") or [])
         prompts = self._prompts or self._read_prompts()
         lines = []
@@ -150,7 +151,9 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
             fields = completion if isinstance(completion, Mapping) else {"text": completion}
             lines.append(json.dumps({"prompt": prompt, **_plain(fields)}, ensure_ascii=False))
         data = "".join(f"{line}\n" for line in lines).encode()
-        _write_whole(Path(str(self.output_path)), data)
+        path = os.path.abspath(str(self.output_path))
+        durable.replace_whole(path, data)
+        durable.sync_folder(os.path.dirname(path))
         return {
             "job_id": self.job_id,
             "output_path": str(self.output_path),
@@ -182,10 +185,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """A reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_bytes(data)
-    os.replace(partial, path)

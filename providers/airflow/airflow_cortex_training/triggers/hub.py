@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import email.utils
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_cortex_training.connection import ConnectionSettings, Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from cortex_training.errors import ApiError, AuthError, RateLimitedError, ServiceError
+from cortex_training.protocol.exchange import retry_after_s
 from cortex_training.protocol.memory import Bounded
 from cortex_training.protocol.pace import Durations
 
@@ -117,7 +117,7 @@ class PollHub:
                 return await call(client)
             except (RateLimitedError, ServiceError) as refusal:
                 if refusal.status in (429, 503):
-                    self._budget.pause(_retry_after_s(refusal))
+                    self._budget.pause(_pause_s(refusal))
                 raise
 
     async def _renewed(self, refused: ConnectionSettings) -> ConnectionSettings:
@@ -208,13 +208,8 @@ def _key_of(lookup: asyncio.Task[ConnectionSettings]) -> tuple[str, ...] | None:
     return None
 
 
-def _retry_after_s(refusal: ApiError) -> float:
-    """Seconds, or a date, as ``Retry-After`` has them; 1 second when the service said nothing readable."""
+def _pause_s(refusal: ApiError) -> float:
+    """What ``Retry-After`` asks for; 1 second when the service said nothing readable."""
     headers = refusal.response.headers if refusal.response is not None else {}
-    text = headers.get("retry-after", "").strip()
-    try:
-        if text.isdigit():
-            return float(text)
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return 1.0
+    asked_s = retry_after_s(headers, time.time())
+    return 1.0 if asked_s is None else asked_s
