@@ -16,14 +16,16 @@ from cortex_training.errors import (
 )
 from cortex_training.publication.errors import SaveError
 from cortex_training.publication.save import RESUMABLE, SaveManifest
+from cortex_training.publication.store import PosixStore
 from cortex_training.states import is_terminal_job
 from cortex_training.training import operations
 from cortex_training.training.driver import Driver, SegmentLost
-from cortex_training.training.journal import Superseded
+from cortex_training.training.journal import Superseded, read_journal
 from cortex_training.training.offload import offload, unbroken
 from cortex_training.training.plan import canonical_sha256
 from cortex_training.training.progress import RunFailed
-from cortex_training.training.state import Base, Segment
+from cortex_training.training.state import Base, Segment, replay
+from cortex_training.training.teardown import ENDED
 
 
 async def recover(driver: Driver) -> None:
@@ -184,8 +186,17 @@ async def _create(driver: Driver) -> None:
         # Also the fence: whoever has taken the run over may have looked for this job before it existed.
         await driver.record("created" if job_id == segment.job_id else "adopted", {"job_id": job_id})
     except Superseded:
-        await driver.client.cancel_job(job_id)
+        if not await offload(_is_driven, driver.store, job_id):
+            await driver.client.cancel_job(job_id)
         raise
+
+
+def _is_driven(store: PosixStore, job_id: str) -> bool:
+    """Whether the run has a driver that knows this job: it may have found it running, and trains in it by now."""
+    records = read_journal(store)
+    newest = next(r for r in reversed(records) if r.type == "takeover")
+    current = replay(records).current
+    return newest.body.get("info") != ENDED and current is not None and current.job_id == job_id and not current.ended
 
 
 async def _adopt_equal(driver: Driver, body: dict[str, Any]) -> None:
