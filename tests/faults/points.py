@@ -27,6 +27,7 @@ UNDISTURBED = (
     ("record takeover", STORED, START),
     ("record segment", STORED, START),
     ("send create", SENT, START),
+    ("record created", STORED, START),
     ("record intent forward_backward", STORED, MEASURED),
     ("send fwd-bwd", SENT, MEASURED),
     ("record sent forward_backward", STORED, MEASURED),

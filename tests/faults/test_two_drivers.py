@@ -52,6 +52,15 @@ def test_a_driver_that_wakes_up_before_it_sends_sends_nothing(scene):
     scene.finish()
 
 
+def test_a_driver_that_wakes_up_behind_its_creation_leaves_the_job_to_its_successor(scene):
+    frozen = freeze(scene, "answered send create", 0)
+    second = scene.start(Hit("after record intent save", 4, FREEZE))
+    assert wait_until_frozen(second), second.communicate()
+    assert wake_up(scene, frozen).code == 1
+    assert wake_up(scene, second).result["segments"] == 1
+    scene.finish()
+
+
 def test_a_driver_that_wakes_up_while_its_successor_works_is_stopped(scene):
     frozen = freeze(scene, "permitted send step", 2)
     second = scene.start(Hit("after record intent save", 4, FREEZE))
