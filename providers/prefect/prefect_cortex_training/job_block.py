@@ -9,6 +9,7 @@ from prefect.blocks.abstract import JobBlock, JobRun
 from prefect.runtime import flow_run
 from pydantic import Field
 
+from cortex_training.answers import Checkpoint
 from cortex_training.errors import DeadlineExceeded, JobFailed
 from cortex_training.identity import new_job_id
 from cortex_training.states import JobState, is_terminal_job, job_state
@@ -17,7 +18,7 @@ from prefect_cortex_training.dispatch import dual, run_to_end
 from prefect_cortex_training.jobs import cancel_if_alive, find_or_create
 from prefect_cortex_training.labels import RunLabels
 
-Checkpoints = list[dict[str, Any]]
+Checkpoints = list[Checkpoint]
 LOOK_EVERY_S = 5.0
 
 
@@ -65,7 +66,7 @@ class CortexTrainingJobRun(JobRun[Checkpoints]):
     async def afetch_result(self) -> Checkpoints:
         """The job's checkpoints, as the service lists them."""
         async with await self._credentials.aget_client() as client:
-            return list(await client.list_checkpoints(self.job_id))
+            return await client.list_checkpoints(self.job_id)
 
     @dual(afetch_result)
     def fetch_result(self) -> Checkpoints:  # type: ignore[override]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from cortex_training.answers import Job
 from cortex_training.errors import ConfigurationError, ConflictError, JobFailed, NotFoundError
 from cortex_training.identity import new_job_id
 from cortex_training.states import is_terminal_job, job_state
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
-Job = dict[str, Any]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 

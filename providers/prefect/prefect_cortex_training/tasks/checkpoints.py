@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.logging import get_run_logger
 
+from cortex_training.answers import Checkpoint
 from cortex_training.errors import ProtocolError
 from cortex_training.paths import safe_relative
 from prefect_cortex_training.credentials import connected, load_credentials
@@ -78,7 +79,7 @@ async def _export(credentials: str, job_id: str, checkpoint_id: str, *, root: st
     return {"save": save, "epoch": epoch, "step": int(checkpoint["global_steps"]), "files": files, "bytes": size}
 
 
-async def _listed(client: AsyncCortexTrainingClient, job_id: str, checkpoint_id: str) -> dict[str, Any]:
+async def _listed(client: AsyncCortexTrainingClient, job_id: str, checkpoint_id: str) -> Checkpoint:
     for checkpoint in await client.list_checkpoints(job_id):
         if checkpoint.get("checkpoint_id") == checkpoint_id:
             return checkpoint
@@ -94,7 +95,7 @@ def _claim_epoch(root: str, attempt: str, labels: RunLabels) -> int:
 
 
 def _download(
-    credentials: CortexTrainingCredentials, checkpoint: dict[str, Any], job_id: str, root: str, save: str
+    credentials: CortexTrainingCredentials, checkpoint: Checkpoint, job_id: str, root: str, save: str
 ) -> tuple[int, int]:
     from cortex_training.publication import PosixStore, SaveManifest, download_checkpoint
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect.logging import get_run_logger
 
+from cortex_training.answers import Job
 from cortex_training.errors import ConfigurationError
 from cortex_training.states import job_state
 from prefect_cortex_training.credentials import connected
@@ -64,7 +65,7 @@ async def _wait_until_running(credentials: str, job_id: str, *, timeout_s: float
     since = float(await labels.remember(f"waiting_since.{job_id}", time.time()))
     seen: list[str] = []
 
-    def report(job: dict[str, Any]) -> None:
+    def report(job: Job) -> None:
         state = job_state(job.get("status"))
         if seen[-1:] != [state]:
             seen.append(state)
