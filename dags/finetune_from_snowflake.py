@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperat
 from airflow_cortex_training.operators.sampling import CortexTrainingGenerateOperator, CortexTrainingWeightSyncOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
 from airflow_cortex_training.sensors.jobs import CortexTrainingWaitForRunningSensor
+from cortex_training.errors import ConfigurationError
+from cortex_training.training import TrainingPlan
 
 # What is trained on. Change it: join, filter, deduplicate, take last week only. It has to end up with `prompt` and
 # `completion`, or `messages`, or `text`, and should leave out what the model is evaluated on.
@@ -92,20 +95,50 @@ PARAMS = {
     "warmup_steps": param("warmup_steps", 4, "integer", minimum=0),
     "save_every_steps": param("save_every_steps", 50, "integer", minimum=1),
     "prompts": param(
-        "prompts", ["def merge(a, b)\nWhat does heapq.merge do?\n"], "array", description="shown before and after"
+        "prompts",
+        ["def merge(a, b)\nWhat does heapq.merge do?\n"],
+        "array",
+        minItems=1,
+        description="shown before and after",
     ),
     "max_new_tokens": param("max_new_tokens", 64, "integer", minimum=1),
 }
 
 
+def training_plan(params: Mapping[str, Any], *, root: Any, dataset: Any, job_id: Any) -> dict[str, Any]:
+    """The plan of `train`, of values or of the templates that stand for them."""
+    names = ("steps", "seed", "micro_batch_size", "micro_batches_per_step", "save_every_steps")
+    return {
+        "root": root,
+        "dataset": dataset,
+        "job_id": job_id,
+        **{name: params[name] for name in names},
+        "learning_rate": {
+            "schedule": "linear",
+            "peak": params["learning_rate"],
+            "warmup_steps": params["warmup_steps"],
+        },
+    }
+
+
+def check(params: Mapping[str, Any]) -> None:
+    """Fail on a parameter that `train` would refuse, when a job had been created and waited for."""
+    try:
+        plan = training_plan(params, root=params["root"], dataset=params["root"], job_id="not-created-yet")
+        TrainingPlan.from_dict(plan).validate()
+    except ConfigurationError as error:
+        raise AirflowFailException(f"the DAG's parameters: {error}") from error
+
+
 @task(retries=0)
 def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
-    """Folders of this run, made; the sub-jobs of its job."""
+    """Folders of this run, made, and the sub-jobs of its job, when the parameters are usable."""
     root = Path(params["root"])
     if not root.is_dir():
         raise AirflowFailException(
             f"root {root} is not a folder here: create or mount it, or set the DAG's parameter root"
         )
+    check(params)
     run = "".join(c if c.isalnum() or c in "-_." else "-" for c in run_id)
     for folder in ("datasets", "runs", "models", "samples"):
         (root / folder).mkdir(exist_ok=True)
@@ -186,21 +219,12 @@ with DAG(
 
     train = CortexTrainingTrainOperator(
         task_id="train",
-        plan={
-            "root": settled["run"],
-            "dataset": build_dataset.output["manifest"],
-            "job_id": create_job.output,
-            "steps": "{{ params.steps }}",
-            "seed": "{{ params.seed }}",
-            "micro_batch_size": "{{ params.micro_batch_size }}",
-            "micro_batches_per_step": "{{ params.micro_batches_per_step }}",
-            "save_every_steps": "{{ params.save_every_steps }}",
-            "learning_rate": {
-                "schedule": "linear",
-                "peak": "{{ params.learning_rate }}",
-                "warmup_steps": "{{ params.warmup_steps }}",
-            },
-        },
+        plan=training_plan(
+            {name: f"{{{{ params.{name} }}}}" for name in PARAMS},
+            root=settled["run"],
+            dataset=build_dataset.output["manifest"],
+            job_id=create_job.output,
+        ),
     )
 
     save = CortexTrainingSaveOperator(task_id="save", job_id=create_job.output, checkpoint_type="weights-only")
@@ -218,6 +242,7 @@ with DAG(
         root=settled["models"],
         save=export.output["save"],
         step=export.output["global_steps"],
+        epoch=export.output["epoch"],
         loss=train.output["last_loss"],
     )
 

@@ -99,7 +99,7 @@ def require_text(owner: BaseOperator, name: str, value: object) -> str:
 
 @contextlib.contextmanager
 def clear_failures(client: CortexTrainingClient | None = None) -> Iterator[None]:
-    """Turn errors that a retry cannot mend into `AirflowFailException`; to the others add the last error lines of the job.
+    """Turn errors that a retry cannot mend into `AirflowFailException`; to the others add error lines of the job's log.
 
     The tail of the job's log is asked for only when the job or a request failed, once, and never hides the failure.
     """

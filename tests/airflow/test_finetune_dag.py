@@ -1,0 +1,69 @@
+"""The DAG that users copy: what its first task refuses, before anything is asked of a service."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from airflow.sdk.exceptions import AirflowFailException, ParamValidationError
+
+from cortex_training.training import TrainingPlan
+
+FILE = Path(__file__).parents[2] / "dags" / "finetune_from_snowflake.py"
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("finetune_from_snowflake_dag", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def params(pipeline: ModuleType, tmp_path: Path) -> dict[str, Any]:
+    defaults = {name: param.value for name, param in pipeline.PARAMS.items()}
+    return {**defaults, "root": str(tmp_path)}
+
+
+def test_usable_parameters_settle(pipeline: ModuleType, params: dict[str, Any]) -> None:
+    settled = pipeline.settle.function(params, "scheduled__2026-01-01T00:00:00+00:00")
+    assert settled["run"].startswith(f"{params['root']}/runs/")
+    assert [sub_job["job_type"] for sub_job in settled["sub_jobs"]] == ["training", "sampling"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"steps": 3, "warmup_steps": 4}, "learning_rate.warmup_steps"),
+        ({"learning_rate": float("nan")}, "learning_rate.peak"),
+        ({"steps": 0}, "plan.steps"),
+        ({"micro_batch_size": "8"}, "plan.micro_batch_size"),
+        ({"root": "/no/such/folder"}, "root /no/such/folder"),
+    ],
+)
+def test_unusable_parameters_end_the_run_at_once(
+    pipeline: ModuleType, params: dict[str, Any], changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(AirflowFailException, match=named):
+        pipeline.settle.function({**params, **changes}, "run")
+    assert list(Path(params["root"]).iterdir()) == []
+
+
+def test_a_run_without_prompts_is_refused_when_it_is_triggered(pipeline: ModuleType) -> None:
+    with pytest.raises(ParamValidationError, match="non-empty"):
+        pipeline.PARAMS["prompts"].resolve([])
+
+
+def test_what_was_checked_is_what_is_trained(pipeline: ModuleType, params: dict[str, Any]) -> None:
+    template = pipeline.dag.get_task("train").plan
+    checked = pipeline.training_plan(params, root="r", dataset="d", job_id="j")
+    assert template.keys() == checked.keys()
+    assert template["learning_rate"].keys() == checked["learning_rate"].keys()
+    assert template["steps"] == "{{ params.steps }}"
+    assert TrainingPlan.from_dict(checked).steps == params["steps"]
