@@ -88,9 +88,10 @@ def read_chunk(frame: bytes, *, max_frame_bytes: int) -> Chunk | None:
 
 
 class ChunkGroups:
-    """The groups of one sub-job, remembered as long as it runs."""
+    """The groups of one sub-job, remembered as long as it runs, or (`evict_completed`) until they were executed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, evict_completed: bool = False) -> None:
+        self._evict_completed = evict_completed
         self._groups: dict[str, ChunkGroup] = {}
         self._partial: dict[str, ChunkGroup] = {}
 
@@ -102,6 +103,9 @@ class ChunkGroups:
     def accept(self, chunk: Chunk) -> ChunkGroup:
         """Add a chunk to its group. Raises Refusal (409) when it cannot belong to it."""
         group = self._groups.get(chunk.group_id)
+        if self._evict_completed and group is not None and group.execution is not None and group.execution.is_over:
+            self.forget(chunk.group_id)
+            group = None
         if group is None:
             if chunk.index != 0:
                 raise chunk_group_refusal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from cortex_training.states import JobState, is_terminal_job
 
 @dataclass
 class SubJob:
-    """A model and the one thread that works on it, which makes its operations run in the order they came."""
+    """A model and the one thread that works on it, which does one operation after another."""
 
     spec: SubJobSpec
     sub_job_id: str
@@ -29,7 +29,7 @@ class SubJob:
     """Samples whose routing a router replay could still ask for."""
     engine: Any = None
     """A TrainingEngine or SamplingEngine, while the job runs."""
-    worker: ThreadPoolExecutor | None = None
+    worker: Executor | None = None
 
     def describe(self, state: str) -> dict[str, Any]:
         return {"sub_job_id": self.sub_job_id, "status": state, **self.spec.wire}

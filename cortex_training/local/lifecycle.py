@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cortex_training.local.capacity import Capacity
@@ -13,6 +12,7 @@ from cortex_training.local.checkpoints import CheckpointStore
 from cortex_training.local.job_store import JobStore
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.models import model_folder
+from cortex_training.local.queueing import new_worker
 from cortex_training.local.refusals import Refusal, job_not_running
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.states import JobState
@@ -98,7 +98,7 @@ class LifeCycle:
                 return
             self._move(job, JobState.INITIALIZING)
             for sub_job in job.sub_jobs:
-                sub_job.worker = ThreadPoolExecutor(1, thread_name_prefix=sub_job.sub_job_id)
+                sub_job.worker = new_worker(self._settings.assumptions.request_order, sub_job.sub_job_id)
                 building = sub_job.worker.submit(self._build_engine, sub_job)
                 engine = await asyncio.wrap_future(building)
                 if job.has_ended():

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,7 @@ class Operations:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, job: Job, sub_job: SubJob, execution: Execution, work: Callable[[], Outcome]) -> dict[str, Any]:
-        """Put `work` at the end of the sub-job's queue. Returns the reply that names the request to poll."""
+        """Put `work` into the sub-job's queue. Returns the reply that names the request to poll."""
         future = worker_of(sub_job).submit(self.run_in_thread, execution, work, asyncio.get_running_loop())
         return self.follow(job, execution, [future])
 
@@ -194,7 +194,7 @@ def decode_frame(frame: bytes, chunk: Chunk | None) -> tuple[Any, str]:
         raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
 
 
-def worker_of(sub_job: SubJob) -> ThreadPoolExecutor:
+def worker_of(sub_job: SubJob) -> Executor:
     """The thread of a running sub-job."""
     if sub_job.worker is None:
         raise RuntimeError(f"{sub_job.sub_job_id} has no thread, though its job runs")

@@ -8,6 +8,7 @@ from typing import Any
 
 from cortex_training.local.capacity import HARDWARE
 from cortex_training.local.checkpoints import CheckpointStore, ExportLinks
+from cortex_training.local.chunks import ChunkGroups
 from cortex_training.local.data_plane import DataPlane, refuse_other_size
 from cortex_training.local.execution_log import ExecutionLog
 from cortex_training.local.generation import Generation
@@ -117,7 +118,8 @@ class Service:
         _refuse_longer_than_window(position, spec, model)
         if spec.multiplex_job_id is not None and spec.multiplex_job_id.startswith(f"{job_id}:"):
             raise Refusal(400, f"sub_job_configs.{position}: multiplex_job_id names a sub-job of the job being created")
-        sub_job = SubJob(spec, spec.id_in(job_id), model)
+        groups = ChunkGroups(evict_completed=self.settings.assumptions.chunk_groups == "evict_completed")
+        sub_job = SubJob(spec, spec.id_in(job_id), model, groups)
         if spec.source is not None:
             self._check_source(position, sub_job)
         return sub_job
