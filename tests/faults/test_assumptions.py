@@ -17,6 +17,8 @@ ANSWERS = [
     "save-result=stage_path",
     "ended-job-polls=served",
     "load-gradients=clear",
+    "request-order=shuffled",
+    "chunk-groups=evict_completed",
 ]
 
 
