@@ -14,18 +14,16 @@ from pathlib import Path
 
 from airflow_cortex_training.connection import ConnectionSettings
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import PosixStore, PublicationLog
+from cortex_training.publication import PosixStore
 from cortex_training.training import TrainingPlan, status
-from cortex_training.training.journal import JournalWriter, Record, Superseded, read_journal
+from cortex_training.training.journal import Record, read_journal
 from cortex_training.training.state import replay
+from cortex_training.training.teardown import ENDED
 
 PLAN_FILE = "plan.json"
 
 SILENT_S = 3600.0
 """A driver whose job runs writes at least one record in so long, unless one request takes longer."""
-
-ENDED = {"ended": "by its owner"}
-"""What the journal says when a run was taken from its driver for good. The next try of the task may still go on."""
 
 _VERSION = 1
 
@@ -114,39 +112,20 @@ def _longest_silence_s(records: list[Record], root: str, attempt: str) -> float:
         return SILENT_S
 
 
-def take_away(root: str) -> None:
-    """Take the run from whoever drives it, and drive it no further: a driver whose next journal record fails stops.
-
-    Before the jobs of a run are cancelled for good. A driver that is still alive somewhere would take the cancellation
-    for a lost job and create another one.
-    """
-    store = PosixStore(root)
-    while True:
-        epoch = PublicationLog(store).claim_epoch(ENDED)
-        try:
-            JournalWriter.take_over(store, epoch.number, epoch.token, {"info": ENDED})
-        except Superseded:
-            continue  # somebody took it over in the same moment; once more, behind them
-        return
-
-
 def end_run(settings: ConnectionSettings, root: str) -> list[str]:
     """Cancel every job in the journal of the run at `root`, and see to it that nobody creates another one.
 
     Returns the jobs that were alive. A run that was never begun has none. Blocks, in an event loop of its own.
     """
-    if not was_begun(root):
-        return []
-    take_away(root)
-    return asyncio.run(_cancel_jobs(settings, root))
+    return asyncio.run(_end_run(settings, root)) if was_begun(root) else []
 
 
-async def _cancel_jobs(settings: ConnectionSettings, root: str) -> list[str]:
+async def _end_run(settings: ConnectionSettings, root: str) -> list[str]:
     from cortex_training.aio import AsyncCortexTrainingClient
-    from cortex_training.training import cancel_jobs
+    from cortex_training.training import end_run as end
 
     async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
-        return await cancel_jobs(root, client)
+        return await end(root, client)
 
 
 def next_folder(root: str) -> str:
