@@ -12,13 +12,14 @@ KEEP ?= 0
 # The image this runs on may switch bytecode off; without it every process that imports transformers pays seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-live test-long lint format bench dist clean
+.PHONY: help env demo test test-live test-long faults faults-selftest lint format bench dist clean
 
 help:
 	@echo "make demo [ENGINE=airflow|prefect|cli] [MODEL=smollm2|tiny] [KEEP=1]   fine-tune on the local service"
 	@echo "make test        unit and end-to-end tests, a short live part"
-	@echo "make test-live   the live-cluster suites"
+	@echo "make test-live   the live-cluster and fault suites"
 	@echo "make test-long   what takes too long for every change"
+	@echo "make faults [N=100] [SEED=1]   random nights for the training run; make faults-selftest checks the judge"
 	@echo "make lint        ruff, mypy"
 	@echo "make bench       side-by-side measurements"
 	@echo "make dist        the three wheels"
@@ -50,8 +51,17 @@ test: $(VENV)/.ready $(PUBLIC_VENV)/.ready
 test-live: $(VENV)/.ready
 	$(PYTEST) -m "live and not short and not long"
 
+# 1,000 seeds of the fault suite take over two hours; FAULT_SCHEDULES asks for fewer.
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
+
+faults: $(VENV)/.ready
+	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -m "live or long" tests/faults \
+	  --ignore=tests/faults/test_mistakes.py
+
+# Plants eight mistakes into the engine and shows that each is caught.
+faults-selftest: $(VENV)/.ready
+	$(PYTEST) -rP -m long tests/faults/test_mistakes.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
