@@ -72,7 +72,11 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.ready $(PUBLIC_VENV)/.ready
+$(VENV)/.bench-ready: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/all.txt -e '.[all,dev,bench]'
+	touch $@
+
+bench: $(VENV)/.bench-ready $(PUBLIC_VENV)/.ready
 	$(BIN)/python benchmarks/wire.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/client.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 
