@@ -216,7 +216,10 @@ def _bounded(
     remaining_s = deadline - context.clock()
     if remaining_s <= 0:
         raise _too_late(request, failure) from failure
-    return replace(request, timeouts=request.timeouts.within(remaining_s))
+    timeouts = request.timeouts
+    if max(timeouts.connect_s, timeouts.read_s, timeouts.total_s) <= remaining_s:
+        return request
+    return replace(request, timeouts=timeouts.within(remaining_s))
 
 
 def _too_late(request: Request, failure: CortexTrainingError | None) -> DeadlineExceeded:

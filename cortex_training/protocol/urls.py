@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from urllib.parse import quote
 
 from cortex_training.errors import ConfigurationError
 
 STATEMENTS_PATH = "/api/v2/statements"
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def segment(field: str, value: object) -> str:
@@ -18,12 +21,18 @@ def segment(field: str, value: object) -> str:
         raise ConfigurationError.of(field, value, "must be a non-empty string")
     if value in (".", ".."):
         raise ConfigurationError.of(field, value, "is not an id")
-    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+    if _CONTROL_CHARACTER.search(value):
         raise ConfigurationError.of(field, value, "holds a control character")
     try:
-        return quote(value, safe="")
+        return _quoted(value)
     except UnicodeEncodeError:
         raise ConfigurationError.of(field, value, "is not valid Unicode") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _quoted(value: str) -> str:
+    """Kept, because a wait asks with the same two ids each time."""
+    return quote(value, safe="")
 
 
 def service_prefix(database: str, schema: str, endpoint: str) -> str:
