@@ -238,7 +238,8 @@ def get_capacity(context: Context, hardware: Hardware | str | None = None) -> Fl
     query = {"hardware": None if hardware is None else _checked_hardware(hardware)}
     request = calls.get(context, "/capacity", "get-capacity", query=query)
     request = replace(request, timeouts=request.timeouts.capped(_CAPACITY_TIMEOUTS))
-    reply = yield from exchange_json(context, request, budget_s=_CAPACITY_BUDGET_S)
+    budget_s = min(_CAPACITY_BUDGET_S, context.policy.retry_budget_s)
+    reply = yield from exchange_json(context, request, budget_s=budget_s)
     capacity: dict[str, Any] = {"has_reservation": reply.get("has_reservation") is True}
     for name in ("max_total_gpus", "reserved_gpus", "in_use_gpus", "pending_gpus", "available_gpus"):
         capacity[name] = _whole(reply.get(name))
