@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -26,6 +27,10 @@ from cortex_training.local.service import Service
 _log = logging.getLogger("cortex_training.local")
 _TOKEN = re.compile(r'(?:Bearer\s+(?P<bearer>\S+)|Snowflake\s+Token="(?P<session>[^"]*)")', re.IGNORECASE)
 _JSON_BODY_BYTES = 8 * 1024 * 1024
+_OPERATION_BODY_BYTES = 82 * 1024 * 1024
+"""The operation `forward` carries a frame of up to 60 MiB in base64."""
+_SMALL_JSON_BYTES = 256 * 1024
+"""Up to this size JSON is read in the event loop; more would keep it from everyone else."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -158,7 +163,8 @@ class Calls:
 
     async def operation(self, request: Request) -> Response:
         job = self._job(request)
-        return _Json(await self._service.generic_operation.run(job, await self._json_object(request)))
+        body = await self._json_object(request, _OPERATION_BODY_BYTES)
+        return _Json(await self._service.generic_operation.run(job, body))
 
     async def poll(self, request: Request) -> Response:
         cursor, max_events = request.query_params.get("cursor"), request.query_params.get("max_events")
@@ -172,21 +178,23 @@ class Calls:
     def _job(self, request: Request) -> Job:
         return self._service.job(*_scope_of(request), request.path_params["job_id"])
 
-    async def _json_object(self, request: Request) -> dict[str, Any]:
-        body = await self._json_body(request)
+    async def _json_object(self, request: Request, limit: int = _JSON_BODY_BYTES) -> dict[str, Any]:
+        body = await self._json_body(request, limit)
         if not isinstance(body, dict):
             raise Refusal(400, f"the body must be a JSON object, got {type(body).__name__}")
         return body
 
-    async def _json_body(self, request: Request) -> Any:
-        raw = await _read_body(request, _JSON_BODY_BYTES)
+    async def _json_body(self, request: Request, limit: int = _JSON_BODY_BYTES) -> Any:
+        raw = await _read_body(request, limit)
         if not raw:
             return {}
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # A web page can make a browser send anything but this type to another site unasked.
             raise Refusal(415, "the body must be application/json")
         try:
-            return json.loads(raw, parse_constant=_no_constant, parse_float=_finite_number)
+            if len(raw) > _SMALL_JSON_BYTES:
+                return await asyncio.to_thread(_parse, raw)
+            return _parse(raw)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON: {error}") from None
 
@@ -263,6 +271,10 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 def _scope_of(request: Request) -> tuple[str, str]:
     return request.path_params["database"], request.path_params["schema"]
+
+
+def _parse(raw: bytes) -> Any:
+    return json.loads(raw, parse_constant=_no_constant, parse_float=_finite_number)
 
 
 def _no_constant(name: str) -> Any:

@@ -23,6 +23,8 @@ class Assumptions:
     """Which of a sub-job's waiting requests is next: the oldest; or any."""
     chunk_groups: Literal["kept", "evict_completed"] = "kept"
     """A group that was executed: known as long as the job runs; or forgotten, so that sending it again is new."""
+    worker_restart: Literal["both", "gradients", "groups"] = "both"
+    """What a worker that restarts forgets: accumulated gradients and chunk groups; or one of them alone."""
     load_gradients: Literal["keep", "clear"] = "keep"
     """Gradients accumulated when a checkpoint is loaded."""
     global_steps: Literal["restored", "continues", "zero"] = "restored"
@@ -41,6 +43,8 @@ class Assumptions:
     """Whole numbers in a job's sub-jobs: as they were sent, or as 2048.0."""
     zero_fields: Literal["present", "omitted"] = "present"
     """Fields that are false, zero or empty, which a gateway may leave out of its JSON."""
+    log_probability: Literal["supported", "refused"] = "supported"
+    """Sub-jobs of the type `log_probability`, which newer clients say are not supported at present."""
     submitter: Literal["named", "absent"] = "named"
     """`submitted_by` and `owner_role` of jobs."""
 

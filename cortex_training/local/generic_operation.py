@@ -119,9 +119,12 @@ class GenericOperation:
         """The frame is base64 inside the JSON; the route ``/{job_id}/forward`` takes it bare."""
         encoded = payload.get("payload_b64")
         try:
-            frame = base64.b64decode(encoded if isinstance(encoded, str) else "*", validate=True)
+            frame = await asyncio.to_thread(
+                base64.b64decode, encoded if isinstance(encoded, str) else "*", validate=True
+            )
         except (binascii.Error, ValueError):
-            raise bad_field("payload.payload_b64", encoded, "must be a DSSST1 frame in base64") from None
+            shown = encoded[:64] if isinstance(encoded, str) else encoded
+            raise bad_field("payload.payload_b64", shown, "must be a DSSST1 frame in base64") from None
         return await self._data_plane.forward(job, sub_job, frame)
 
     def _bootstrap_router_replay(self, job: Job, receiver: SubJob | None, payload: dict[str, Any]) -> dict[str, Any]:

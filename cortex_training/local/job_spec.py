@@ -158,6 +158,7 @@ def _read_sub_job(where: str, config: object, before: list[SubJobSpec]) -> SubJo
         clipping = block.get("gradient_clipping")
         # DeepSpeed's 0 means that nothing is clipped.
         clipping = number(f"{where}.{block_name}.gradient_clipping", clipping) or None if clipping is not None else None
+    _check_passengers(where, config, f"{where}.{block_name}", block)
     peft_config = block.get("peft_config")
     if peft_config is not None and not isinstance(peft_config, dict):
         raise bad_field(f"{where}.{block_name}.peft_config", peft_config, "must be an object")
@@ -177,6 +178,21 @@ def _read_sub_job(where: str, config: object, before: list[SubJobSpec]) -> SubJo
         source=_read_source(f"{where}.source_checkpoint_info", config.get("source_checkpoint_info")),
         wire=config,
     )
+
+
+def _check_passengers(where: str, config: Mapping[str, Any], block_where: str, block: Mapping[str, Any]) -> None:
+    """Fields that have a type in the reference and change nothing, or little, here. Absent and null are the same."""
+    if config.get("global_batch_size") is not None:
+        whole_number(f"{where}.global_batch_size", config["global_batch_size"], 1)
+    hooks = config.get("model_post_init")
+    if hooks is not None and not (isinstance(hooks, list) and all(isinstance(hook, str) and hook for hook in hooks)):
+        raise bad_field(f"{where}.model_post_init", hooks, "must be a list of names")
+    for name in ("load_optimizer_states", "step_peak_memory_log", "training_memory_telemetry"):
+        if block.get(name) is not None and not isinstance(block[name], bool):
+            raise bad_field(f"{block_where}.{name}", block[name], "must be true or false")
+    allocator = block.get("cuda_allocator_conf")
+    if allocator is not None and not isinstance(allocator, str):
+        raise bad_field(f"{block_where}.cuda_allocator_conf", allocator, "must be a text")
 
 
 def _parallel_gpus(where: str, block: Mapping[str, Any]) -> int:

@@ -115,6 +115,8 @@ class Service:
         except Refusal as refusal:
             refusal.message = f"sub_job_configs.{position}.{refusal.message}"
             raise
+        if spec.kind == "log_probability" and self.settings.assumptions.log_probability == "refused":
+            raise Refusal(400, f"sub_job_configs.{position}: log_probability sub-jobs are not currently supported")
         _refuse_longer_than_window(position, spec, model)
         if spec.multiplex_job_id is not None and spec.multiplex_job_id.startswith(f"{job_id}:"):
             raise Refusal(400, f"sub_job_configs.{position}: multiplex_job_id names a sub-job of the job being created")

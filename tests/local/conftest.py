@@ -35,6 +35,7 @@ def contrary_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
             "load-gradients=clear",
             "global-steps=continues",
             "checkpoint-ids=global_step",
+            "log-probability=refused",
         ],
         model=[f"acme/own={model_folder('tiny')}"],
         strict_models=True,

@@ -133,6 +133,21 @@ def test_a_log_probability_sub_job_measures(caller: Caller) -> None:
     assert job.call("POST", "/generate", json={"prompts": ["a"]}).status_code == 400
 
 
+def test_a_service_may_refuse_log_probability_sub_jobs(contrary: Caller) -> None:
+    for spelling in ("log_probability", "LOG_PROB", "JOB_TYPE_LOG_PROBABILITY"):
+        refused = contrary.create({**sampling(), "job_type": spelling})
+        assert refused.status_code == 400
+        assert "log_probability sub-jobs are not currently supported" in refused.json()["message"]
+
+
+def test_an_operation_carries_a_frame_of_many_mebibytes(caller: Caller) -> None:
+    """The reference's limit for a frame in the envelope is 60 MiB, which base64 makes 80."""
+    job = caller.running()
+    large = wire.dumps({**wire.loads(masked_frame(token_batch()), framework="torch"), "filling": torch.zeros(60 << 18)})
+    measured = forwarded(job, large, "operation")
+    assert measured["avg_loss"] == forwarded(job, masked_frame(token_batch()), "raw")["avg_loss"]
+
+
 def test_forward_refuses_what_is_no_frame(caller: Caller) -> None:
     job = caller.running(training(), sampling())
     for payload in ({}, {"payload_b64": "***"}, {"payload_b64": 5}, {"payload_b64": base64.b64encode(b"x").decode()}):
