@@ -11,7 +11,7 @@ from typing import Any
 from cortex_training.local.checkpoints import Checkpoint, CheckpointStore, new_checkpoint_id
 from cortex_training.local.chunks import Chunk
 from cortex_training.local.jobs import Job, SubJob
-from cortex_training.local.memory import memory
+from cortex_training.local.memory import Moment, moment
 from cortex_training.local.operations import Operations, Outcome, decode_frame, finite
 from cortex_training.local.refusals import Refusal, bad_field
 from cortex_training.local.requests import Delivery, Execution
@@ -43,6 +43,7 @@ class DataPlane:
 
             def work() -> Outcome:
                 loss = engine.forward_backward(value)
+                moments = [moment("fwd_bwd_end")]
                 result = {
                     "job_id": job.job_id,
                     "avg_loss": loss.avg_loss,
@@ -50,7 +51,7 @@ class DataPlane:
                     "post_process_outputs": {},
                 }
                 record = {"loss": loss.avg_loss, "global_steps": engine.global_steps}
-                return Outcome(result, record, self._memory_event(sub_job, "fwd_bwd_end"))
+                return Outcome(result, record, _memory_events(sub_job, moments))
 
             return execution, self._operations.submit(job, sub_job, execution, work)
 
@@ -87,9 +88,11 @@ class DataPlane:
         engine = sub_job.engine
 
         def work() -> Outcome:
+            moments = [moment("step_start")]
             result = engine.step(learning_rate)
+            moments.append(moment("step_end"))
             record = {"global_steps": result["global_steps"], "loss": engine.last_loss}
-            return Outcome(result, record, self._memory_event(sub_job, "step_end"))
+            return Outcome(result, record, _memory_events(sub_job, moments))
 
         return self._operations.submit(job, sub_job, Execution("step", job.job_id, sub_job.sub_job_id), work)
 
@@ -157,13 +160,6 @@ class DataPlane:
 
         return self._operations.submit(job, sub_job, Execution("load", job.job_id, sub_job.sub_job_id), work)
 
-    def _memory_event(self, sub_job: SubJob, event: str) -> Callable[[], None] | None:
-        """What writes an allocator event into the sub-job's log, when the job asked for such events."""
-        if not sub_job.spec.block.get("training_memory_telemetry"):
-            return None
-        held = memory()
-        return lambda: sub_job.log.add(f"memory after {event}", event=event, memory=held)
-
     def _save_result(self, saved: Checkpoint) -> dict[str, Any]:
         tag = f"global_step{saved.global_steps}"
         stage_path = f"s3://local/{saved.job_id}/checkpoints/{saved.checkpoint_id}/{tag}/"
@@ -192,6 +188,18 @@ def refuse_other_size(checkpoint: Checkpoint, sub_job: SubJob) -> None:
             f"checkpoint {checkpoint.checkpoint_id} was saved on {checkpoint.n_gpus} GPUs and {sub_job.sub_job_id} has "
             f"{spec.n_gpus}; create the sub-job with load_optimizer_states: false to load its weights alone",
         )
+
+
+def _memory_events(sub_job: SubJob, moments: list[Moment]) -> Callable[[], None] | None:
+    """What writes allocator events into the sub-job's log, when the job asked for such events."""
+    if not sub_job.spec.block.get("training_memory_telemetry"):
+        return None
+
+    def write() -> None:
+        for one in moments:
+            sub_job.log.add(f"memory at {one.event}", at=one.at, event=one.event, memory=one.memory)
+
+    return write
 
 
 def _training(job: Job) -> SubJob:

@@ -7,8 +7,10 @@ import logging
 import time
 from typing import Any
 
+from cortex_training.local.artifacts import RunArtifacts
 from cortex_training.local.capacity import Capacity
 from cortex_training.local.checkpoints import CheckpointStore
+from cortex_training.local.gpu_metrics import GpuSampler, MeteredExecutor
 from cortex_training.local.job_store import JobStore
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.models import model_folder
@@ -24,12 +26,16 @@ _WATCH_EVERY_S, _NOTE_EVERY_S = 0.1, 2.0
 class LifeCycle:
     """Moves jobs from state to state. Everything here runs in the event loop, apart from loading models."""
 
-    def __init__(self, settings: ServiceSettings, checkpoints: CheckpointStore, store: JobStore) -> None:
+    def __init__(
+        self, settings: ServiceSettings, checkpoints: CheckpointStore, store: JobStore, artifacts: RunArtifacts
+    ) -> None:
         self._settings = settings
         self._checkpoints = checkpoints
         self._store = store
         self.capacity = Capacity(settings.gpus_per_hardware)
         self.jobs: dict[str, Job] = {}
+        self._artifacts = artifacts
+        self._sampler = GpuSampler(artifacts, self.jobs.values, settings.sample_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, job: Job) -> None:
@@ -60,6 +66,7 @@ class LifeCycle:
 
     def start_watching(self) -> None:
         self._spawn(self._watch())
+        self._spawn(self._sampler.run())
 
     def shut_down(self) -> None:
         """Let go of everything without waiting for threads that compute."""
@@ -67,6 +74,7 @@ class LifeCycle:
             task.cancel()
         for job in self.jobs.values():
             _stop_workers(job)
+        self._artifacts.seal()
 
     def waiting_gpus(self) -> dict[str, int]:
         """GPUs that pending jobs want, by hardware."""
@@ -98,7 +106,8 @@ class LifeCycle:
                 return
             self._move(job, JobState.INITIALIZING)
             for sub_job in job.sub_jobs:
-                sub_job.worker = new_worker(self._settings.assumptions.request_order, sub_job.sub_job_id)
+                thread = new_worker(self._settings.assumptions.request_order, sub_job.sub_job_id)
+                sub_job.worker = MeteredExecutor(thread)
                 building = sub_job.worker.submit(self._build_engine, sub_job)
                 engine = await asyncio.wrap_future(building)
                 if job.has_ended():
@@ -156,6 +165,7 @@ class LifeCycle:
     def _close(self, job: Job, state: JobState, reason: str | None = None) -> None:
         _stop_workers(job)
         self._move(job, state, reason)
+        self._sampler.job_ended(job)
         self.capacity.release(job.job_id)
         self._place_waiting()
 

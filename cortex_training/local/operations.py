@@ -16,12 +16,15 @@ from cortex_training.local.chunks import Chunk, ChunkGroup, read_chunk
 from cortex_training.local.execution_log import ExecutionLog
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
+from cortex_training.local.memory import memory
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.requests import CancelledWhileRunning, Delivery, Execution, Request, deliver, read_delivery
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.states import RequestState
 
 _log = logging.getLogger("cortex_training.local")
+_EXPLAINED_BY_MEMORY = ("forward-backward", "step")
+"""Operations that leave a snapshot of the memory when they fail, whether or not the job asked for telemetry."""
 _SMALL_BYTES = 256 * 1024
 """Frames up to this size are hashed and decoded in the event loop: handing them to a thread would cost more."""
 
@@ -133,14 +136,14 @@ class Operations:
 
     async def _finish(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> None:
         await asyncio.gather(*[asyncio.wrap_future(future) for future in futures], return_exceptions=True)
-        told = ""
+        told: dict[str, Any] = {}
         try:
             if any(future.cancelled() for future in futures):
                 execution.move_to(RequestState.CANCELLED, error="cancelled before it began")
                 return
             outcomes = [future.result() for future in futures]
             outcome = outcomes[0]
-            told = _told(outcome.record)
+            told = outcome.record
             # On record before anyone can see the result: what a caller knows of, the log has.
             self._record(execution, outcome)
             if outcome.then is not None:
@@ -175,12 +178,23 @@ class Operations:
             }
         )
 
-    def _tell(self, job: Job, execution: Execution, told: str) -> None:
+    def _tell(self, job: Job, execution: Execution, record: dict[str, Any]) -> None:
+        """Write the operation's training event into its sub-job's log."""
         sub_job = job.sub_job(execution.sub_job_id)
-        if sub_job is not None:
-            message = " ".join(filter(None, [execution.operation, str(execution.state), told, execution.error]))
-            level = "ERROR" if execution.state == RequestState.FAILED else "INFO"
-            sub_job.log.add(message, level=level, request_id=execution.execution_id)
+        if sub_job is None:
+            return
+        message = " ".join(filter(None, [execution.operation, str(execution.state), _told(record), execution.error]))
+        event: dict[str, Any] = {
+            "request_id": execution.execution_id,
+            "event": execution.operation,
+            "state": str(execution.state),
+        }
+        if execution.state != RequestState.FAILED:
+            sub_job.log.add(message, **event, **record)
+            return
+        if execution.operation in _EXPLAINED_BY_MEMORY:
+            event["memory"] = memory()
+        sub_job.log.add(message, level="ERROR", **event, error=execution.error)
 
 
 def decode_frame(frame: bytes, chunk: Chunk | None) -> tuple[Any, str]:

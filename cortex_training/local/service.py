@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from typing import Any
 
+from cortex_training.local.artifacts import RunArtifacts
 from cortex_training.local.capacity import HARDWARE
 from cortex_training.local.checkpoints import CheckpointStore, ExportLinks
 from cortex_training.local.chunks import ChunkGroups
@@ -23,6 +24,7 @@ from cortex_training.local.refusals import Refusal, bad_field, job_not_running, 
 from cortex_training.local.requests import refuse_unknown
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.spelling import Spelling
+from cortex_training.local.sub_job_log import SubJobLog
 from cortex_training.states import JobState, job_state
 
 _DEFAULT_EXPERIMENT = "CORTEX_TRAINING"
@@ -38,7 +40,8 @@ class Service:
         self.spelling = Spelling(settings.assumptions)
         self.export_links = ExportLinks(settings.export_link_s)
         self._execution_log = ExecutionLog(settings.execution_log)
-        self._lifecycle = LifeCycle(settings, self.checkpoints, self._store)
+        self.artifacts = RunArtifacts(settings.data_dir, settings.seal_s)
+        self._lifecycle = LifeCycle(settings, self.checkpoints, self._store, self.artifacts)
         operations = Operations(settings, self._lifecycle, self._execution_log)
         self.data_plane = DataPlane(operations, self.checkpoints)
         self.generation = Generation(operations)
@@ -121,7 +124,9 @@ class Service:
         if spec.multiplex_job_id is not None and spec.multiplex_job_id.startswith(f"{job_id}:"):
             raise Refusal(400, f"sub_job_configs.{position}: multiplex_job_id names a sub-job of the job being created")
         groups = ChunkGroups(evict_completed=self.settings.assumptions.chunk_groups == "evict_completed")
-        sub_job = SubJob(spec, spec.id_in(job_id), model, groups)
+        sub_job_id = spec.id_in(job_id)
+        log = SubJobLog(lambda entry: self.artifacts.log(job_id, sub_job_id, entry))
+        sub_job = SubJob(spec, sub_job_id, model, groups, log)
         if spec.source is not None:
             self._check_source(position, sub_job)
         return sub_job

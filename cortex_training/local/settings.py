@@ -36,6 +36,16 @@ class ServiceSettings:
     timeout_scale: float = 1.0
     """Multiplies idle and pending timeouts, so that a test need not wait for the service's minimum of 300 s."""
     export_link_s: float = 3600.0
+    sample_s: float = 5.0
+    """Between two samples of a GPU's metrics."""
+    seal_s: float = 30.0
+    """At most so long, console output and metrics wait until they are sealed into a chunk of their artifact."""
+    tls: bool = False
+    """Speak https, with a certificate made on the spot."""
+    snowflake: bool = False
+    """Also answer the Snowflake connector: logins, SQL, experiment artifacts."""
+    session_s: float = 3600.0
+    """How long a Snowflake session's token lives."""
     max_body_bytes: int = 65 * MIB
     """One request's body: 60 MiB of chunk, and slack."""
     max_frame_bytes: int = 1024 * MIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from cortex_training.local.refusals import bad_field
@@ -14,16 +15,23 @@ DEFAULT_LINES, MAX_LINES = 100, 2000
 
 
 class SubJobLog:
-    """The newest lines; a cursor is the number of lines before it since the beginning, as text."""
+    """The newest lines; a cursor is the number of lines before it since the beginning, as text.
 
-    def __init__(self) -> None:
+    `keep` gets each line too, for the log that stays when the job is gone.
+    """
+
+    def __init__(self, keep: Callable[[dict[str, Any]], None] = lambda entry: None) -> None:
+        self._keep = keep
         self._entries: deque[dict[str, Any]] = deque(maxlen=_KEPT_LINES)
         self._written = 0
 
-    def add(self, message: str, *, level: str = "INFO", **fields: Any) -> None:
-        entry = {"ts": timestamp(time.time()), "level": level, "logger": "cortex_training.local", "message": message}
-        self._entries.append({**entry, **fields})
+    def add(self, message: str, *, level: str = "INFO", at: float | None = None, **fields: Any) -> None:
+        """Add a line; `at` is when it happened in Unix seconds, if not now."""
+        moment = timestamp(time.time() if at is None else at)
+        entry = {"ts": moment, "level": level, "logger": "cortex_training.local", "message": message, **fields}
+        self._entries.append(entry)
         self._written += 1
+        self._keep(entry)
 
     def page(self, cursor: object, max_lines: object) -> dict[str, Any]:
         """Entries after `cursor`; without one, from the oldest that is kept. Raises Refusal (400)."""

@@ -295,6 +295,7 @@ def test_memory_is_reported_when_asked_for(caller: Caller) -> None:
     peak = job.step()["peak_memory"]
     assert peak["gpu_peak"] > 100_000_000
     assert peak["cpu_peak"] > 100_000_000
-    events = [entry.get("event") for entry in job.operation("tail-logs", {}).json()["entries"]]
-    assert [event for event in events if event] == ["fwd_bwd_end", "step_end"]
+    entries = [entry for entry in job.operation("tail-logs", {}).json()["entries"] if "memory" in entry]
+    assert [entry["event"] for entry in entries] == ["fwd_bwd_end", "step_start", "step_end"]
+    assert all(entry["memory"]["gpu_peak"] > 100_000_000 for entry in entries)
     assert "peak_memory" not in caller.running().step()
