@@ -154,7 +154,7 @@ def _impatient(operator, run):
     settings = operator.hook.settings()
     hook = type("Hook", (), {})()
     hook.settings = lambda: settings
-    hook.get_conn = lambda: CortexTrainingClient.from_pat(**settings.client_arguments(), retry_budget_s=1.0)
+    hook.get_conn = lambda: CortexTrainingClient(**settings.client_arguments(), retry_budget_s=1.0)
     type(operator).hook = property(lambda self: hook)
     try:
         return run.execute(operator)

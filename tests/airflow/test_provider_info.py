@@ -45,5 +45,5 @@ def test_airflow_discovers_the_connection_type_with_its_form() -> None:
     assert hook is not None
     assert hook.connection_testable
     fields = INFO["connection-types"][0]["conn-fields"]
-    assert set(fields) == {"database", "endpoint", "hardware", "verify", "ca_bundle", "proxy"}
+    assert set(fields) == {"database", "endpoint", "hardware", "verify", "ca_bundle", "snowflake_conn_id", "proxy"}
     assert fields["proxy"]["schema"]["format"] == "password"

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
+from airflow_cortex_training.snowflake_login import SnowflakeLogin
 from cortex_training.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cortex_training.auth import Auth
 
 DEFAULT_ENDPOINT = "cortex-training"
 _FORM = "Admin > Connections"
+_TELEMETRY_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,10 @@ class Target:
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """A checked connection. `base_url` has scheme, host and port, no path; `pat` and `proxy` never show in a repr."""
+    """A checked connection. `base_url` has scheme, host and port, no path; no secret shows in a repr.
+
+    Its credential is `pat`, or the `login` of a Snowflake connection.
+    """
 
     conn_id: str
     base_url: str
@@ -44,6 +52,7 @@ class ConnectionSettings:
     schema: str
     endpoint: str = DEFAULT_ENDPOINT
     pat: str = field(default="", repr=False)
+    login: SnowflakeLogin | None = None
     hardware: str | None = None
     verify: bool = True
     ca_bundle: str | None = None
@@ -59,16 +68,22 @@ class ConnectionSettings:
         schema: str | None,
         password: str | None,
         extra: Mapping[str, Any],
+        login: SnowflakeLogin | None = None,
     ) -> ConnectionSettings:
-        """Check the fields of a connection. Raises `ConfigurationError` naming connection, field and fix."""
+        """Check the fields of a connection; what it leaves open is taken from `login`, where one is reused.
+
+        Raises `ConfigurationError` naming connection, field and fix.
+        """
         conn_id = target.conn_id
+        database = target.database or _text(conn_id, extra, "database") or (login.database if login else None)
         return cls(
             conn_id=conn_id,
-            base_url=_base_url(conn_id, host, port),
-            database=_required(conn_id, "database", target.database or _text(conn_id, extra, "database")),
-            schema=_required(conn_id, "schema", target.schema or schema),
+            base_url=login.base_url if login and not host else _base_url(conn_id, host, port),
+            database=_required(conn_id, "database", database),
+            schema=_required(conn_id, "schema", target.schema or schema or (login.schema if login else None)),
             endpoint=target.endpoint or _text(conn_id, extra, "endpoint") or DEFAULT_ENDPOINT,
-            pat=_required(conn_id, "password", password, what="a programmatic access token"),
+            pat=_pat(conn_id, password, login),
+            login=login,
             hardware=_text(conn_id, extra, "hardware"),
             verify=_boolean(conn_id, "verify", extra.get("verify")),
             ca_bundle=_text(conn_id, extra, "ca_bundle"),
@@ -79,20 +94,54 @@ class ConnectionSettings:
     def endpoint_key(self) -> tuple[str, ...]:
         """What makes two waits share one session in the triggerer."""
         trust = f"{self.verify}:{self.ca_bundle or ''}:{self.proxy or ''}"
-        return (self.conn_id, self.base_url, self.database, self.schema, self.endpoint, trust)
+        login = self.login.conn_id if self.login else ""
+        return (self.conn_id, self.base_url, self.database, self.schema, self.endpoint, trust, login)
+
+    @property
+    def secrets(self) -> list[str]:
+        """What must be masked in logs. Airflow masks a password by itself, and fields of an extra only by their
+        names: "proxy" is not one of those."""
+        found = [self.pat, self.proxy or "", *(self.login.secrets if self.login else ())]
+        return [secret for secret in found if secret]
+
+    def auth(self) -> Auth:
+        """The credential of a client. Blocks while a reused OAuth login fetches its first token."""
+        from cortex_training.auth import PatAuth
+
+        return self.login.auth() if self.login else PatAuth(self.pat)
 
     def client_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of both clients' ``from_pat``. Holds the token: pass it on, never log it."""
+        """Keyword arguments of both clients. Blocks as `auth` does; holds the credential: pass it on, never log it."""
         return {
-            "host": self.base_url,
-            "pat": self.pat,
+            "base_url": self.base_url,
+            "auth": self.auth(),
             "database": self.database,
             "schema": self.schema,
             "endpoint": self.endpoint,
             "verify_ssl": self.verify,
             "ca_bundle": self.ca_bundle,
             "proxy": self.proxy,
+            "telemetry_timeout": _TELEMETRY_TIMEOUT_S,
         }
+
+
+def snowflake_conn_id(conn_id: str, extra: Mapping[str, Any]) -> str | None:
+    """The Snowflake connection whose login is reused, if one is."""
+    return _text(conn_id, extra, "snowflake_conn_id")
+
+
+def _pat(conn_id: str, password: str | None, login: SnowflakeLogin | None) -> str:
+    if login is None:
+        return _required(
+            conn_id, "password", password, what="a programmatic access token, or snowflake_conn_id in the extra,"
+        )
+    if password and password.strip():
+        raise ConfigurationError(
+            f"connection {conn_id!r}: it has a token and reuses the login of {login.conn_id!r}: leave one of the two "
+            "out",
+            field="snowflake_conn_id",
+        )
+    return ""
 
 
 def _base_url(conn_id: str, host: str | None, port: int | None) -> str:

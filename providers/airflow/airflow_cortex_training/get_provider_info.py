@@ -29,7 +29,15 @@ def get_provider_info() -> dict[str, Any]:
             )
         ],
         "sensors": [_modules("sensors.jobs")],
-        "triggers": [_modules("triggers.jobs", "triggers.requests", "triggers.train")],
+        "triggers": [_modules("triggers.jobs", "triggers.requests", "triggers.train", "triggers.publication_events")],
+        "asset-uris": [
+            {
+                "schemes": ["cortex-training"],
+                "handler": f"{_PACKAGE}.assets.sanitize_uri",
+                "factory": f"{_PACKAGE}.assets.create_asset",
+                "to_openlineage_converter": f"{_PACKAGE}.assets.convert_asset_to_openlineage",
+            }
+        ],
         "connection-types": [_connection_type()],
     }
 
@@ -53,7 +61,7 @@ def _connection_type() -> dict[str, Any]:
             "placeholders": {
                 "host": "myorg-myaccount.snowflakecomputing.com or http://127.0.0.1:8080",
                 "schema": "PUBLIC",
-                "password": "PAT of the user that owns the jobs",
+                "password": "PAT of the user that owns the jobs; empty with a Snowflake connection below",
             },
         },
         "conn-fields": {
@@ -71,6 +79,11 @@ def _connection_type() -> dict[str, Any]:
             },
             "ca_bundle": _field(
                 "CA bundle", "PEM file, present on workers and triggerers, to trust instead of the system's."
+            ),
+            "snowflake_conn_id": _field(
+                "Snowflake connection",
+                "Id of a Snowflake connection whose login (programmatic access token, OAuth or key pair) is reused. "
+                "Leave the token empty then; account, database and schema are taken from it unless given here.",
             ),
             "proxy": {
                 "label": "Proxy",

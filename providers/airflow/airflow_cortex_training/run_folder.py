@@ -124,7 +124,7 @@ async def _end_run(settings: ConnectionSettings, root: str) -> list[str]:
     from cortex_training.aio import AsyncCortexTrainingClient
     from cortex_training.training import end_run as end
 
-    async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+    async with AsyncCortexTrainingClient(**settings.client_arguments()) as client:
         return await end(root, client)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.connection import get_async_connection, get_async_extra_dejson
@@ -9,7 +10,8 @@ from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.sdk.log import amask_secret, mask_secret
 
-from airflow_cortex_training.connection import ConnectionSettings, Target
+from airflow_cortex_training.connection import ConnectionSettings, Target, snowflake_conn_id
+from airflow_cortex_training.snowflake_login import SnowflakeLogin
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 
 if TYPE_CHECKING:
@@ -63,27 +65,44 @@ class CortexTrainingHook(BaseHook):
         from cortex_training.aio import AsyncCortexTrainingClient
 
         settings = await self.asettings()
-        return AsyncCortexTrainingClient.from_pat(**settings.client_arguments(), session=session)
+        # In a thread: a reused OAuth login asks for its first token here.
+        return AsyncCortexTrainingClient(**await asyncio.to_thread(settings.client_arguments), session=session)
 
     def settings(self) -> ConnectionSettings:
-        try:
-            connection = self.get_connection(self.conn_id)
-        except AirflowNotFoundException as error:
-            raise _unknown(self.conn_id) from error
-        settings = self._read(connection, connection.extra_dejson)
-        for secret in _secrets(settings):
+        connection = self._connection(self.conn_id)
+        extra, login = connection.extra_dejson, None
+        reused = snowflake_conn_id(self.conn_id, extra)
+        if reused:
+            other = self._connection(reused)
+            login = _login(reused, other, other.extra_dejson)
+        settings = self._read(connection, extra, login)
+        for secret in settings.secrets:
             mask_secret(secret)
         return settings
 
     async def asettings(self) -> ConnectionSettings:
-        try:
-            connection = await get_async_connection(self.conn_id, hook=self)
-        except AirflowNotFoundException as error:
-            raise _unknown(self.conn_id) from error
-        settings = self._read(connection, await get_async_extra_dejson(connection))
-        for secret in _secrets(settings):
+        connection = await self._aconnection(self.conn_id)
+        extra, login = await get_async_extra_dejson(connection), None
+        reused = snowflake_conn_id(self.conn_id, extra)
+        if reused:
+            other = await self._aconnection(reused)
+            login = _login(reused, other, await get_async_extra_dejson(other))
+        settings = self._read(connection, extra, login)
+        for secret in settings.secrets:
             await amask_secret(secret)
         return settings
+
+    def _connection(self, conn_id: str) -> Connection:
+        try:
+            return self.get_connection(conn_id)
+        except AirflowNotFoundException as error:
+            raise _unknown(conn_id) from error
+
+    async def _aconnection(self, conn_id: str) -> Connection:
+        try:
+            return await get_async_connection(conn_id, hook=self)
+        except AirflowNotFoundException as error:
+            raise _unknown(conn_id) from error
 
     def test_connection(self) -> tuple[bool, str]:
         """Ask for the account's capacity, once. For the form's *Test* button."""
@@ -95,7 +114,7 @@ class CortexTrainingHook(BaseHook):
             return False, str(error)
         return True, f"{settings.base_url} answers for {settings.database}.{settings.schema} ({settings.endpoint})"
 
-    def _read(self, connection: Connection, extra: dict[str, Any]) -> ConnectionSettings:
+    def _read(self, connection: Connection, extra: dict[str, Any], login: SnowflakeLogin | None) -> ConnectionSettings:
         return ConnectionSettings.read(
             self.target,
             host=connection.host,
@@ -103,23 +122,30 @@ class CortexTrainingHook(BaseHook):
             schema=connection.schema,
             password=connection.password,
             extra=extra,
+            login=login,
         )
 
     @staticmethod
     def _client(settings: ConnectionSettings, **options: Any) -> CortexTrainingClient:
         from cortex_training.client import CortexTrainingClient
 
-        return CortexTrainingClient.from_pat(**settings.client_arguments(), **options)
+        return CortexTrainingClient(**settings.client_arguments(), **options)
 
 
-def _secrets(settings: ConnectionSettings) -> list[str]:
-    # Airflow masks the password by itself, and fields of the extra only by their names: "proxy" is not one of those.
-    return [secret for secret in (settings.pat, settings.proxy) if secret]
+def _login(conn_id: str, connection: Connection, extra: dict[str, Any]) -> SnowflakeLogin:
+    return SnowflakeLogin.read(
+        conn_id,
+        conn_type=connection.conn_type,
+        login=connection.login,
+        password=connection.password,
+        schema=connection.schema,
+        extra=extra,
+    )
 
 
 def _unknown(conn_id: str) -> ConfigurationError:
     return ConfigurationError(
-        f"connection {conn_id!r} does not exist: create it with type cortex_training in Admin > Connections, "
-        f"or set AIRFLOW_CONN_{conn_id.upper()} where workers and triggerers run",
+        f"connection {conn_id!r} does not exist: create it in Admin > Connections (type cortex_training; snowflake for "
+        f"a login to reuse), or set AIRFLOW_CONN_{conn_id.upper()} where workers and triggerers run",
         field="conn_id",
     )

@@ -92,6 +92,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             raise ConfigurationError.of(f"task {self.task_id}: on_clear", on_clear, f"use one of {', '.join(ON_CLEAR)}")
         self.on_clear = on_clear
         self._driving: tuple[str, ConnectionSettings] | None = None
+        self._trained: dict[str, Any] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
         with clear_failures():
@@ -135,6 +136,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         if event.get("status") == Status.TRAINED:
             result = dict(event["result"])
             self.log.info("trained %s steps, loss %s -> %s", result["steps"], result["first_loss"], result["last_loss"])
+            self._trained = result
             return result
         reason = str(event.get("error") or "the trigger gave no reason")
         if event.get("status") == Status.TIMEOUT:
@@ -156,6 +158,12 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         except TaskDeferralError:
             self._cancel_if_last_try(context, (DurableRecord(context).current or {}).get("root"))
             raise
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_training
+
+        plan = self.plan.to_dict() if isinstance(self.plan, TrainingPlan) else self.plan
+        return of_training(plan, self._trained, self.hook.settings())
 
     def on_kill(self) -> None:
         if self._driving is None:
@@ -218,7 +226,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             self._cancel_if_last_try(context, plan.root)
             raise
         self._driving = None
-        return result.to_dict()
+        self._trained = result.to_dict()
+        return self._trained
 
     async def _run(self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str) -> TrainingResult:
         from cortex_training.aio import AsyncCortexTrainingClient
@@ -226,7 +235,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
 
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(self.time_limit_s(self.timeout_s), stop.set)
-        async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+        async with AsyncCortexTrainingClient(**settings.client_arguments()) as client:
             return await run(plan, client, self._tell, attempt=attempt, stop=stop)
 
     def _tell(self, moment: Progress) -> None:

@@ -78,7 +78,7 @@ class PollHub:
         self._durations: Bounded[tuple[str, str], Durations] = Bounded(512)
         self._renewing = asyncio.Lock()
         self._session = open_session(IN_FLIGHT)
-        self._client = self._client_of(settings)
+        self._client: AsyncCortexTrainingClient | None = None
 
     def durations_of(self, job_id: str, operation: str) -> Durations:
         """What this process knows of how long such requests take on this job."""
@@ -97,13 +97,13 @@ class PollHub:
 
     async def _read(self, call: Callable[[AsyncCortexTrainingClient], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """One read; a second one when the credential was refused and the connection holds another one by now."""
-        settings, client = self.settings, self._client
+        settings, client = self.settings, await self._current_client()
         try:
             return await self._paced(call, client)
         except AuthError as refusal:
             if refusal.status != 401 or await self._renewed(settings) == settings:
                 raise
-        return await self._paced(call, self._client)
+        return await self._paced(call, await self._current_client())
 
     async def _paced(
         self,
@@ -125,16 +125,23 @@ class PollHub:
         async with self._renewing:
             if self.settings == refused:
                 self.settings = await CortexTrainingHook.for_target(self.target).asettings()
-                self._client = self._client_of(self.settings)
+                self._client = None
             return self.settings
 
-    def _client_of(self, settings: ConnectionSettings) -> AsyncCortexTrainingClient:
+    async def _current_client(self) -> AsyncCortexTrainingClient:
+        """Made at the first read: a reused OAuth login asks for a token then, and a wait outlives its failure."""
+        if self._client is not None:
+            return self._client
         from cortex_training.aio import AsyncCortexTrainingClient
 
-        # No retries of its own: whoever waits looks again anyway, at its own pace and within the budget of all.
-        return AsyncCortexTrainingClient.from_pat(
-            **settings.client_arguments(), session=self._session, max_retries=0, request_timeout=_TIMEOUTS_S
-        )
+        async with self._renewing:
+            if self._client is None:
+                arguments = await asyncio.to_thread(self.settings.client_arguments)
+                # No retries of its own: whoever waits looks again anyway, at its own pace, within the budget of all.
+                self._client = AsyncCortexTrainingClient(
+                    **arguments, session=self._session, max_retries=0, request_timeout=_TIMEOUTS_S
+                )
+            return self._client
 
 
 class _Registry:

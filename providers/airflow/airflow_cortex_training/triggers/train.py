@@ -132,7 +132,8 @@ class CortexTrainingTrainTrigger(BaseTrigger):
             from cortex_training.aio import AsyncCortexTrainingClient
             from cortex_training.training import run
 
-            async with AsyncCortexTrainingClient.from_pat(**settings.client_arguments()) as client:
+            arguments = await asyncio.to_thread(settings.client_arguments)
+            async with AsyncCortexTrainingClient(**arguments) as client:
                 return await run(plan, client, progress, attempt=self.attempt, stop=stop)
 
         engine = self._run = EngineRun(start)
