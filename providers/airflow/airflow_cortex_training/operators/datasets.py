@@ -36,6 +36,8 @@ class CortexTrainingBuildDatasetOperator(BaseOperator):
         overlong: what becomes of a row longer than `max_seq_len`: ``error``, ``truncate`` or ``skip``.
         hook_params: arguments of the hook, e.g. ``{"warehouse": "TRAIN_WH"}``.
 
+    An `AssetAlias` among the `outlets` gets an event about `assets.dataset(manifest)`, with the dataset's content hash.
+
     Returns (XCom): ``manifest`` (path), ``content_sha256``, ``rows``, ``sequences``, ``tokens``, ``loss_tokens``.
     """
 
@@ -68,6 +70,7 @@ class CortexTrainingBuildDatasetOperator(BaseOperator):
         self.seed = seed
         self.overlong = overlong
         self.hook_params = hook_params
+        self._built: dict[str, Any] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
         from cortex_training.datasets import build_dataset
@@ -94,7 +97,7 @@ class CortexTrainingBuildDatasetOperator(BaseOperator):
             manifest.tokens,
             manifest.loss_tokens,
         )
-        return {
+        self._built = built = {
             "manifest": f"{out.rstrip('/')}/{MANIFEST_NAME}",
             "content_sha256": manifest.content_sha256,
             "rows": manifest.rows,
@@ -102,10 +105,22 @@ class CortexTrainingBuildDatasetOperator(BaseOperator):
             "tokens": manifest.tokens,
             "loss_tokens": manifest.loss_tokens,
         }
+        if self.outlets:
+            from airflow_cortex_training import assets
+
+            assets.announce(self.outlets, context, assets.dataset(str(built["manifest"])), built)
+        return built
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_dataset
+
+        return of_dataset(self._hook(), self.sql_conn_id, self.sql, self._built)
+
+    def _hook(self) -> Any:
+        return BaseHook.get_hook(self.sql_conn_id, hook_params=dict(self.hook_params) if self.hook_params else None)
 
     def _connect(self) -> Any:
-        hook = BaseHook.get_hook(self.sql_conn_id, hook_params=dict(self.hook_params) if self.hook_params else None)
-        connect = getattr(hook, "get_conn", None)
+        connect = getattr(self._hook(), "get_conn", None)
         if connect is None:
             raise ConfigurationError.of(
                 f"task {self.task_id}: sql_conn_id", self.sql_conn_id, "its hook gives no DB-API connection"
