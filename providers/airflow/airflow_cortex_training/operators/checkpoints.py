@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from airflow_cortex_training.durable import DurableRecord
 from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures, require_text, with_fields
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
+from airflow_cortex_training.roots import open_log
 from cortex_training.config import CheckpointType
 from cortex_training.errors import ConfigurationError, ProtocolError
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_cortex_training.connection import ConnectionSettings
     from cortex_training.client import CortexTrainingClient
     from cortex_training.publication import PublicationLog
 
@@ -148,6 +150,7 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
         self.checkpoint_id = checkpoint_id
         self.root = root
         self.metrics = metrics
+        self._exported: tuple[dict[str, Any], ConnectionSettings] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
         from cortex_training.paths import safe_relative
@@ -180,7 +183,7 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
                     proxy=settings.proxy,
                     ca_bundle=settings.ca_bundle,
                 )
-        return {
+        exported = {
             "save": save,
             "epoch": epoch,
             "path": store.locate(save),
@@ -188,6 +191,13 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
             "files": len(manifest.files),
             "bytes": sum(file.size for file in manifest.files),
         }
+        self._exported = (exported, settings)
+        return exported
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_export
+
+        return of_export(self.job_id, self.checkpoint_id, *self._exported) if self._exported else None
 
     def _progress(self) -> Any:
         told = -1.0
@@ -206,17 +216,20 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
     """Publish a save: from now on it is what `latest` finds. Calls no service.
 
     Args:
-        root: root of the publication log.
+        root: root of the publication log: a directory, or ``s3://BUCKET/PREFIX``.
+        credentials: for ``s3://``: a list ``kind:location,…``; ``airflow:CONN_ID`` is an Airflow connection.
         save: path of the save below the root, e.g. ``export.output["save"]``.
         step: the step its weights are at, e.g. ``export.output["global_steps"]``.
         epoch: the epoch the save was made under, e.g. ``export.output["epoch"]``; None claims one here, once for a
             generation of the task, so that a retry publishes the same entry.
         loss: the loss last measured on the training run, if one was: a save of weights that diverged is refused.
 
+    An `AssetAlias` among the `outlets` gets an event about `assets.publications(root)` when the entry is there.
+
     Returns (XCom): ``entry``, ``location``, ``epoch``, ``step``, ``created`` (False when it was there already).
     """
 
-    template_fields = ("root", "save", "step", "epoch", "loss")
+    template_fields = ("root", "save", "step", "epoch", "loss", "credentials")
     ui_color = "#e5f5e0"
 
     def __init__(
@@ -227,26 +240,31 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
         step: int,
         epoch: int | None = None,
         loss: float | None = None,
+        credentials: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**with_fields(kwargs))
         self.root = root
+        self.credentials = credentials
         self.save = save
         self.step = step
         self.epoch = epoch
         self.loss = loss
+        self._published: dict[str, Any] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from cortex_training.publication import PublicationLog
+        from airflow_cortex_training.assets import about, announce, publications
 
         with clear_failures():
             if self.loss is not None and not math.isfinite(float(self.loss)):
                 raise ConfigurationError.of(
                     f"task {self.task_id}: loss", self.loss, "the training diverged; its checkpoint is not published"
                 )
-            log = PublicationLog(require_text(self, "root", self.root))
+            log = open_log(self.root, self.credentials)
             epoch = claimed_epoch(DurableRecord(context), log, context) if self.epoch is None else int(self.epoch)
             entry, created = log.publish(require_text(self, "save", self.save), epoch, int(self.step))
+            if self.outlets:
+                announce(self.outlets, context, publications(log.store.root), about(entry, log.store))
         self.log.info(
             "published %s (epoch %d, step %d)%s",
             entry.location,
@@ -254,13 +272,19 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
             entry.step,
             "" if created else ", as before",
         )
-        return {
+        self._published = {
             "entry": entry.name,
             "location": entry.location,
             "epoch": entry.epoch,
             "step": entry.step,
             "created": created,
         }
+        return self._published
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_publication
+
+        return of_publication(self.root, self._published)
 
 
 def attempt_id(context: Context) -> str:

@@ -17,9 +17,10 @@ from typing import Any
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
 from airflow_cortex_training.assets import DEFAULT_POLL_S, about
+from airflow_cortex_training.roots import open_log
 from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, check_version
 from cortex_training.errors import ConfigurationError, CortexTrainingError
-from cortex_training.publication import Entry, PublicationLog, RootError, open_store
+from cortex_training.publication import Entry, PublicationLog, RootError
 
 CURSOR_KEY = "cortex_training_publications"
 CURSOR_VERSION = 1
@@ -33,7 +34,7 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
     Args:
         root: an absolute path or ``s3://bucket/prefix``, as triggerers see it.
         asset: name of the asset it reports to; two assets on one root are two triggers with a memory each.
-        credentials: of an ``s3://`` root, ``kind:location,...``; no secrets.
+        credentials: of an ``s3://`` root, ``kind:location,...`` (``airflow:CONN_ID`` is an Airflow connection); no secrets.
         poll_s: seconds between two looks.
         v: version of these arguments.
     """
@@ -75,11 +76,11 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
             raise ConfigurationError.of("poll_s", self.poll_s, "give the seconds between two looks")
         if any(part.strip().startswith("secret:") for part in (self.credentials or "").split(",")):
             raise ConfigurationError(
-                "credentials of a watcher are stored by Airflow in plain text: give file:PATH or vault:..., no secret:",
+                "credentials of a watcher are stored by Airflow in plain text: give airflow:CONN_ID, file:PATH or vault:...",
                 field="credentials",
             )
         if self.root.startswith("s3://") and not self.credentials:
-            raise ConfigurationError.of("credentials", None, "an s3:// root needs kind:location, e.g. file:PATH")
+            raise ConfigurationError.of("credentials", None, "an s3:// root needs kind:location, e.g. airflow:CONN_ID")
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         check_version(self, self.v, self.unknown)
@@ -109,7 +110,7 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
             await asyncio.sleep(self.poll_s)
 
     def _publications(self) -> PublicationLog:
-        return PublicationLog(open_store(self.root, self.credentials))
+        return open_log(self.root, self.credentials)
 
     def _entries(self, cursor: Cursor | None) -> list[Entry]:
         try:
