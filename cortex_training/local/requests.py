@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -23,6 +23,13 @@ DEFAULT_EVENTS, MAX_EVENTS = 16, 512
 
 class CancelledWhileRunning(Exception):
     """Raised by work that noticed `Execution.stop`, having changed nothing that lasts."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A result that is not in memory."""
+
+    read: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,16 @@ class Execution:
     execution_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     state: RequestState = RequestState.PENDING
     result: Any = None
-    """What a poll's `result` is, once done."""
-    result_chunks: list[bytes] = field(default_factory=list, repr=False)
+    """What a poll's `result` is, once done; or OnDisk, which reads it."""
+    result_chunks: Sequence[bytes] = field(default_factory=list, repr=False)
     """Chunk frames instead of `result`, when it is large."""
     streaming: bool = False
     events: deque[dict[str, Any]] = field(default_factory=deque, repr=False)
     """What a streaming request has to tell; what a poll took is gone."""
     error: str = ""
     updated_at: float = field(default_factory=time.time)
+    ended_at: float | None = None
+    """When the sub-job's thread had done it, in epoch seconds: the order in which things really happened."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when a cancel-request wants it to end early."""
     drop_from_queue: Callable[[], bool] = lambda: False
@@ -102,7 +111,9 @@ class Request:
             "status": str(state),
             "created_at": timestamp(self.created_at),
             "updated_at": timestamp(self.execution.updated_at),
-            "result": self.execution.result,
+            "result": self.execution.result.read()
+            if isinstance(self.execution.result, OnDisk)
+            else self.execution.result,
             "error": self.execution.error,
             "events": events,
             "next_cursor": next_cursor,
