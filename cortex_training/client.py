@@ -6,11 +6,12 @@ ask again is written there, once for this client and for `cortex_training.aio`.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cortex_training import artifacts
 from cortex_training._requests_driver import RequestsDriver
@@ -59,7 +60,26 @@ __all__ = [
     "JobType",
     "SubJobConfig",
     "TrainingConfig",
+    "build_forward_backward_kwargs",
+    "build_forward_backward_payload",
+    "serialize_forward_backward_args",
 ]
+
+if TYPE_CHECKING:
+    from cortex_training.payloads import (
+        build_forward_backward_kwargs,
+        build_forward_backward_payload,
+        serialize_forward_backward_args,
+    )
+
+_PAYLOAD_NAMES = ("build_forward_backward_kwargs", "build_forward_backward_payload", "serialize_forward_backward_args")
+
+
+def __getattr__(name: str) -> Any:
+    """Code written for the public client imports these from here; numpy, which they need, is loaded only then."""
+    if name in _PAYLOAD_NAMES:
+        return getattr(importlib.import_module("cortex_training.payloads"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @observed

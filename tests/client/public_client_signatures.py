@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import cortex_training
+from cortex_training import client
 
 
 def parameters(function: Any) -> list[list[Any]]:
@@ -35,7 +36,13 @@ def main() -> None:
                 offered |= {f"{name}.{member.name}": None for member in value}
         else:
             offered[name] = None
-    print(json.dumps(offered))
+    in_client = [name for name, value in vars(client).items() if _is_own(value) and not name.startswith("_")]
+    print(json.dumps({"callables": offered, "in_client": in_client}))
+
+
+def _is_own(value: object) -> bool:
+    """Whether `value` belongs to the client's module, as a definition of its own."""
+    return getattr(value, "__module__", "") == client.__name__
 
 
 main()

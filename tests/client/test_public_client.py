@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import cortex_training
+import cortex_training.client
 from cortex_training import AsyncCortexTrainingClient, CortexTrainingClient
 
 pytestmark = pytest.mark.public_client
@@ -28,20 +29,33 @@ NOT_OFFERED = {"CortexTrainingClient.tail_events", "CortexTrainingClient.stream_
 
 
 @pytest.fixture(scope="module")
-def offered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Name -> parameters of everything the public client offers."""
+def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script prints about the public client."""
     if not _PYTHON:
         pytest.skip("CORTEX_TRAINING_PUBLIC_PYTHON is not set to a Python with cortex-training==0.0.3")
     # Elsewhere than in this repository, whose package has the same import name.
     folder = tmp_path_factory.mktemp("public_client")
     done = subprocess.run([_PYTHON, str(_SCRIPT)], capture_output=True, text=True, timeout=240, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
-    return {name: value for name, value in json.loads(done.stdout).items() if name not in NOT_OFFERED}
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+@pytest.fixture(scope="module")
+def offered(described: dict[str, Any]) -> dict[str, Any]:
+    """Name -> parameters of everything the public client offers."""
+    return {name: value for name, value in described["callables"].items() if name not in NOT_OFFERED}
 
 
 def test_every_name_exists(offered: dict[str, Any]) -> None:
     assert len(offered) > 60
     missing = [name for name in offered if not exists(name)]
+    assert missing == []
+
+
+def test_every_name_of_its_client_module_can_be_imported_from_ours(described: dict[str, Any]) -> None:
+    assert "serialize_forward_backward_args" in described["in_client"]
+    missing = [name for name in described["in_client"] if not hasattr(cortex_training.client, name)]
     assert missing == []
 
 
