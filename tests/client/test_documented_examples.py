@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def pages() -> tuple[Page, Page]:
 
 
 @pytest.fixture
-def profile(local_service: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def profile(local_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection profile whose session leads to the local service; the connector itself needs an account."""
 
     class Connection:
@@ -108,7 +107,6 @@ def profile(local_service: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     package.connector = connector  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "snowflake", package)
     monkeypatch.setitem(sys.modules, "snowflake.connector", connector)
-    yield
 
 
 @pytest.mark.public_client
@@ -119,8 +117,12 @@ def test_every_block_of_code_on_the_pages_runs_as_it_stands(
     rest, sdk = pages
     ids = torch.arange(4, 4 + 8 * 32).view(8, 32)
     names: dict[str, Any] = {
-        **{"HOST": local_service.base_url, "PAT": "any", "DATABASE": "DB", "SCHEMA": "PUBLIC"},
-        **{"input_ids": ids, "labels": ids.clone()},
+        "HOST": local_service.base_url,
+        "PAT": "any",
+        "DATABASE": "DB",
+        "SCHEMA": "PUBLIC",
+        "input_ids": ids,
+        "labels": ids.clone(),
     }
 
     def run(page: Page, heading: str, first: str, **ours: str) -> None:
