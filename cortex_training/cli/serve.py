@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cortex_training.local.settings import ServiceSettings
 
 TOKEN_VARIABLE = "CORTEX_TRAINING_SERVE_TOKEN"
 """Environment variable with the token to accept: the arguments of a process are there for every user to read."""
@@ -48,6 +52,17 @@ def _add_serve(subparsers: Any) -> None:
         "--result-chunk-bytes", type=int, default=1024 * 1024, help="deliver larger results in chunks of this size"
     )
     serve.add_argument("--max-partial-bytes", type=int, default=2 * 1024**3, help="memory for incomplete chunk groups")
+    serve.add_argument(
+        "--snowflake", action="store_true", help="also answer the Snowflake connector: logins, SQL, artifacts of jobs"
+    )
+    serve.add_argument(
+        "--session-seconds", type=float, default=3600.0, help="how long a Snowflake session's token lives"
+    )
+    serve.add_argument("--tls", action="store_true", help="speak https, with a certificate made on the spot")
+    serve.add_argument("--sample-seconds", type=float, default=5.0, help="between two samples of a GPU's metrics")
+    serve.add_argument(
+        "--seal-seconds", type=float, default=30.0, help="after which console output and metrics become artifacts"
+    )
     serve.add_argument(
         "--assume",
         action="append",
@@ -101,11 +116,16 @@ def run_serve(options: argparse.Namespace) -> int:
             result_chunk_bytes=options.result_chunk_bytes,
             max_partial_bytes=options.max_partial_bytes,
             assumptions=Assumptions().with_choices(options.assume),
+            tls=options.tls,
+            snowflake=options.snowflake,
+            session_s=_positive("--session-seconds", options.session_seconds),
+            sample_s=_positive("--sample-seconds", options.sample_seconds),
+            seal_s=_positive("--seal-seconds", options.seal_seconds),
         )
 
         def announce(base_url: str) -> None:
             print(
-                ready_line(base_url, settings) if options.json_ready else _greeting(base_url, settings.token),
+                ready_line(base_url, settings) if options.json_ready else _greeting(base_url, settings),
                 flush=True,
             )
 
@@ -138,12 +158,37 @@ def _model_folder_option(option: str) -> tuple[str, Path]:
     return name, folder
 
 
-def _greeting(base_url: str, token: str | None) -> str:
-    accepted = "the token you gave" if token else "any token"
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{option} {value}: must be a number of seconds greater than 0")
+    return value
+
+
+def _greeting(base_url: str, settings: ServiceSettings) -> str:
+    accepted = "the token you gave" if settings.token else "any token"
     return (
         f"The local Cortex Training service listens on {base_url}\n"
         f"  client:  CortexTrainingClient({base_url!r}, database='LOCAL', schema='PUBLIC')\n"
         f"  shell:   export CORTEX_TRAINING_BASE_URL={base_url}"
         " CORTEX_TRAINING_DATABASE=LOCAL CORTEX_TRAINING_SCHEMA=PUBLIC\n"
+        f"{_for_https(settings)}{_for_snowflake(base_url, settings)}"
         f"  accepts {accepted}; Ctrl-C ends it"
+    )
+
+
+def _for_https(settings: ServiceSettings) -> str:
+    from cortex_training.local.server import ca_bundle
+
+    return f"  trust:   export REQUESTS_CA_BUNDLE={ca_bundle(settings)}\n" if settings.tls else ""
+
+
+def _for_snowflake(base_url: str, settings: ServiceSettings) -> str:
+    from cortex_training.local.connection_profile import connections_toml
+
+    if not settings.snowflake:
+        return ""
+    profile = "".join(f"    {line}\n" for line in connections_toml(base_url, settings).splitlines())
+    return (
+        "  profile: CortexTrainingClient.from_connection_name('local'), with this in ~/.snowflake/connections.toml"
+        f" (mode 0600):\n{profile}"
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import math
-import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,17 +13,17 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cortex_training.local.bodies import read_body
 from cortex_training.local.jobs import Job
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.service import Service
 
 _log = logging.getLogger("cortex_training.local")
-_TOKEN = re.compile(r'(?:Bearer\s+(?P<bearer>\S+)|Snowflake\s+Token="(?P<session>[^"]*)")', re.IGNORECASE)
 _JSON_BODY_BYTES = 8 * 1024 * 1024
 _OPERATION_BODY_BYTES = 82 * 1024 * 1024
 """The operation `forward` carries a frame of up to 60 MiB in base64."""
@@ -67,6 +65,7 @@ def build_app(service: Service) -> ASGIApp:
         route(job + "/operation", "POST", calls.operation),
         route(job + "/requests/{request_id}", "GET", calls.poll),
         route("/exports/{token}/{name:path}", "GET", calls.exported_file),
+        *service.snowflake_routes,
     ]
 
     @asynccontextmanager
@@ -185,7 +184,7 @@ class Calls:
         return body
 
     async def _json_body(self, request: Request, limit: int = _JSON_BODY_BYTES) -> Any:
-        raw = await _read_body(request, limit)
+        raw = await read_body(request, limit)
         if not raw:
             return {}
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -202,7 +201,7 @@ class Calls:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/octet-stream", "application/json"):
             raise Refusal(415, f"the body must be application/octet-stream, got {kind!r:.100}")
-        raw = await _read_body(request, self._service.settings.max_body_bytes)
+        raw = await read_body(request, self._service.settings.max_body_bytes)
         if not raw:
             raise Refusal(400, "the body is empty; a DSSST1 frame was expected")
         return raw
@@ -213,7 +212,7 @@ class _FrontDoor:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._token = service.settings.token
+        self._credentials = service.credentials
         own = service.settings.host
         # Told to listen beyond this machine, it cannot know the names it is reached by.
         self._hosts = _LOOPBACK if own in _LOOPBACK else None
@@ -242,31 +241,7 @@ class _FrontDoor:
         if self._hosts is not None and name.lower() not in self._hosts:
             # A page of another site whose name was made to point here would arrive with its own name.
             return Refusal(421, f"this service does not answer for the host {name!r:.100}")
-        if self._token is None or request.url.path.startswith("/exports/"):
-            return None
-        match = _TOKEN.fullmatch(request.headers.get("authorization", "").strip())
-        given = (match["bearer"] or match["session"] or "") if match else ""
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
-            return Refusal(401, "the token is missing or is not the one this service was started with", code="390100")
-        return None
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """Read a body of at most `limit` bytes. Raises Refusal (413) as soon as it is known to be longer."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise Refusal(413, f"the body has {int(declared)} bytes; at most {limit} are taken here")
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise Refusal(413, f"the body is longer than {limit} bytes")
-            parts.append(part)
-    except ClientDisconnect:
-        raise Refusal(400, "the caller went away before its body had arrived") from None
-    return b"".join(parts)
+        return self._credentials.refusal(request.url.path, request.headers.get("authorization", ""))
 
 
 def _scope_of(request: Request) -> tuple[str, str]:

@@ -108,7 +108,8 @@ class LifeCycle:
             for sub_job in job.sub_jobs:
                 thread = new_worker(self._settings.assumptions.request_order, sub_job.sub_job_id)
                 sub_job.worker = MeteredExecutor(thread)
-                building = sub_job.worker.submit(self._build_engine, sub_job)
+                # Past the meter: a GPU's metrics begin when its job runs.
+                building = thread.submit(self._build_engine, sub_job)
                 engine = await asyncio.wrap_future(building)
                 if job.has_ended():
                     return

@@ -10,15 +10,18 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 
 from cortex_training.local.app import build_app
 from cortex_training.local.service import Service
 from cortex_training.local.settings import ServiceSettings
+from cortex_training.local.tls import TlsFiles, tls_files
 
 _log = logging.getLogger("cortex_training.local")
 _GRACE_S = 1
+_TLS_FOLDER = "tls"
 
 
 def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_data: bool) -> None:
@@ -32,7 +35,8 @@ def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_da
     os.environ["HF_HUB_OFFLINE"] = "1"
     listening = _listen(settings.host, settings.port)
     host, port = listening.getsockname()[:2]
-    base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    tls = tls_files(settings.data_dir / _TLS_FOLDER, settings.host) if settings.tls else None
+    base_url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     service = Service(settings)
     server = _AnnouncingServer(
         uvicorn.Config(
@@ -43,6 +47,8 @@ def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_da
             timeout_graceful_shutdown=_GRACE_S,
             # Idle keep-alive connections of pollers stay open between polls that are six seconds apart.
             timeout_keep_alive=75,
+            ssl_keyfile=tls.key if tls else None,
+            ssl_certfile=tls.certificate if tls else None,
         ),
         lambda: announce(base_url),
     )
@@ -81,8 +87,14 @@ def ready_line(base_url: str, settings: ServiceSettings) -> str:
             "endpoint": settings.endpoint,
             "data_dir": str(settings.data_dir),
             "execution_log": str(settings.execution_log) if settings.execution_log else None,
+            "ca_bundle": str(ca_bundle(settings)) if settings.tls else None,
         }
     )
+
+
+def ca_bundle(settings: ServiceSettings) -> Path:
+    """What callers of a service with TLS have to trust."""
+    return TlsFiles.in_folder(settings.data_dir / _TLS_FOLDER).ca_bundle
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,10 +6,13 @@ import asyncio
 import uuid
 from typing import Any
 
+from starlette.routing import Route
+
 from cortex_training.local.artifacts import RunArtifacts
 from cortex_training.local.capacity import HARDWARE
 from cortex_training.local.checkpoints import CheckpointStore, ExportLinks
 from cortex_training.local.chunks import ChunkGroups
+from cortex_training.local.credentials import Credentials
 from cortex_training.local.data_plane import DataPlane, refuse_other_size
 from cortex_training.local.execution_log import ExecutionLog
 from cortex_training.local.generation import Generation
@@ -22,7 +25,9 @@ from cortex_training.local.models import ModelChoice, choose_model
 from cortex_training.local.operations import Operations
 from cortex_training.local.refusals import Refusal, bad_field, job_not_running, not_found
 from cortex_training.local.requests import refuse_unknown
+from cortex_training.local.sessions import Sessions
 from cortex_training.local.settings import ServiceSettings
+from cortex_training.local.snowflake_files import SnowflakeFiles
 from cortex_training.local.spelling import Spelling
 from cortex_training.local.sub_job_log import SubJobLog
 from cortex_training.states import JobState, job_state
@@ -46,6 +51,9 @@ class Service:
         self.data_plane = DataPlane(operations, self.checkpoints)
         self.generation = Generation(operations)
         self.generic_operation = GenericOperation(operations, self.data_plane)
+        self.sessions = self._new_sessions() if settings.snowflake else None
+        self.credentials = Credentials(settings.token, self.sessions)
+        self.snowflake_routes = self._answering_the_connector(self.sessions) if self.sessions is not None else []
 
     def start(self) -> None:
         for stored in self._store.read():
@@ -97,9 +105,30 @@ class Service:
         return self.spelling.capacity(self._lifecycle.capacity.report(hardware, self._lifecycle.waiting_gpus()))
 
     def experiment_run(self, job: Job) -> dict[str, Any]:
-        name = (job.spec.experiment_name or _DEFAULT_EXPERIMENT).upper()
-        qualified = name if name.count(".") == 2 else f"{job.database.upper()}.{job.schema.upper()}.{name}"
-        return {"experiment_name": qualified, "experiment_run_name": f"RUN_{job.job_id.replace('-', '_').upper()}"}
+        experiment, run = _experiment_run(job)
+        return {"experiment_name": experiment, "experiment_run_name": run}
+
+    def _new_sessions(self) -> Sessions:
+        # Imported here and not above: fakesnow and DuckDB take a second and 100 MB.
+        from cortex_training.local.snowflake_side import end_session
+
+        return Sessions(self.settings.session_s, end_session)
+
+    def _answering_the_connector(self, sessions: Sessions) -> list[Route]:
+        from cortex_training.local.snowflake_side import SnowflakeSide
+        from cortex_training.local.snowflake_sql import SqlEngine
+
+        files = SnowflakeFiles(self.artifacts, self._jobs_of_run)
+        engine = SqlEngine(self.settings.data_dir / "stages")
+        return SnowflakeSide(engine, sessions, self.credentials, files).routes()
+
+    def _jobs_of_run(self, experiment: str, run: str) -> list[str] | None:
+        """Jobs whose files the run holds, all of them finished if the job has ended; None: there is no such run."""
+        jobs = [job for job in list(self._lifecycle.jobs.values()) if _experiment_run(job) == (experiment, run)]
+        for job in jobs:
+            if job.has_ended():
+                self.artifacts.seal(job.job_id)
+        return [job.job_id for job in jobs] or None
 
     def poll(self, job: Job, request_id: str, cursor: str | None, max_events: str | None) -> dict[str, Any]:
         if job.state != JobState.RUNNING and self.settings.assumptions.ended_job_polls == "refused":
@@ -143,6 +172,13 @@ class Service:
                 "sampling starts from a weights-only checkpoint; this one is resumable",
             )
         refuse_other_size(checkpoint, sub_job)
+
+
+def _experiment_run(job: Job) -> tuple[str, str]:
+    """The names of the job's experiment and run, as ``snow://`` has them."""
+    name = (job.spec.experiment_name or _DEFAULT_EXPERIMENT).upper()
+    qualified = name if name.count(".") == 2 else f"{job.database.upper()}.{job.schema.upper()}.{name}"
+    return qualified, f"RUN_{job.job_id.replace('-', '_').upper()}"
 
 
 def _restored(stored: StoredJob) -> Job:
