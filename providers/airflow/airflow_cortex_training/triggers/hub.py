@@ -86,16 +86,20 @@ class PollHub:
 
     async def job(self, job_id: str) -> dict[str, Any]:
         """The job as the service shows it, asked for once. Raises `ApiError`, `TransportError` or `ReplyTooLarge`."""
-        return await self._read(lambda client: client.get_job(job_id))
+        return dict(await self._read(lambda client: client.get_job(job_id)))
 
     async def request_status(self, job_id: str, request_id: str) -> dict[str, Any]:
         """The state of a request, with at most one of its events. Raises as `job` does."""
-        return await self._read(lambda client: client.get_request_status(job_id, request_id, max_events=1))
+        return dict(await self._read(lambda client: client.get_request_status(job_id, request_id, max_events=1)))
+
+    async def capacity(self, hardware: str | None) -> dict[str, Any]:
+        """GPUs of the account. Raises as `job` does."""
+        return dict(await self._read(lambda client: client.get_capacity(hardware)))
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _read(self, call: Callable[[AsyncCortexTrainingClient], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    async def _read(self, call: Callable[[AsyncCortexTrainingClient], Awaitable[Any]]) -> Any:
         """One read; a second one when the credential was refused and the connection holds another one by now."""
         settings, client = self.settings, await self._current_client()
         try:
@@ -107,9 +111,9 @@ class PollHub:
 
     async def _paced(
         self,
-        call: Callable[[AsyncCortexTrainingClient], Awaitable[dict[str, Any]]],
+        call: Callable[[AsyncCortexTrainingClient], Awaitable[Any]],
         client: AsyncCortexTrainingClient,
-    ) -> dict[str, Any]:
+    ) -> Any:
         # The budget first: whoever waits for it must not hold a place that somebody else could use.
         await self._budget.take()
         async with self._in_flight:

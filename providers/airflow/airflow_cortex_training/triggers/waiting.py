@@ -26,7 +26,6 @@ TRIGGER_VERSION = 1
 LOST_AFTER_S = 60.0
 """A 404 is believed after so long: ids created on one node may be unknown to another for some seconds."""
 
-_TRANSIENT = (TransportError, RateLimitedError, ServiceError)
 _COMPLAIN_EVERY_S = 60.0
 
 
@@ -54,8 +53,8 @@ async def wait_for(
 ) -> Outcome:
     """Call `look` until it returns an outcome. `started` and `deadline` are UTC epoch seconds and survive restarts.
 
-    A service that does not answer, or answers 5xx or 429, is waited for until the deadline: giving up would make the
-    task retry, and a retry can cost a second job. Anything else that goes wrong is an outcome.
+    What is transient (see `is_transient`) is waited for until the deadline: giving up would make the task retry, and a
+    retry can cost a second job. Anything else that goes wrong is an outcome.
     """
     pace = Pace(bounds, random.Random(), durations)
     unknown_since: float | None = None
@@ -73,19 +72,29 @@ async def wait_for(
             outcome = None
             if time.monotonic() - unknown_since >= LOST_AFTER_S:
                 outcome = Outcome(Status.LOST, error=str(error))
-        except _TRANSIENT as error:
+        except CortexTrainingError as error:
             outcome = None
-            if time.monotonic() - complained >= _COMPLAIN_EVERY_S:
+            if not is_transient(error):
+                outcome = Outcome(Status.REFUSED, error=str(error))
+            elif time.monotonic() - complained >= _COMPLAIN_EVERY_S:
                 log.warning("still waiting for %s although it could not be asked: %s", what, error)
                 complained = time.monotonic()
-        except CortexTrainingError as error:
-            outcome = Outcome(Status.REFUSED, error=str(error))
         if outcome is not None:
             return outcome
         now = time.time()
         if now >= deadline:
             return Outcome(Status.TIMEOUT)
         await asyncio.sleep(min(pace.delay_s(max(0.0, now - started)), deadline - now))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a later look may find what this one did not: nobody answered, or only to say "not now".
+
+    A root that is not there counts as well: its file system may be mounted again, and who publishes first makes it.
+    """
+    from cortex_training.publication.errors import RootError, StoreError
+
+    return isinstance(error, (TransportError, RateLimitedError, ServiceError, StoreError, RootError))
 
 
 async def sleep_until(moment: float) -> None:

@@ -1,0 +1,89 @@
+"""Waiting for free GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from airflow_cortex_training.capacity import Enough, enough
+from airflow_cortex_training.connection import Target
+from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.hub import PollHub, open_hub
+from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
+from cortex_training.protocol.pace import Bounds
+
+_BOUNDS = Bounds(shortest_s=5.0, longest_s=60.0)
+
+
+class CortexTrainingCapacityTrigger(BaseTrigger):
+    """Fires once when `gpus` GPUs of `hardware` are free, when the service tells nothing, or at the deadline.
+
+    It only reads. Other arguments as in `CortexTrainingRequestTrigger`.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: dict[str, str],
+        gpus: int,
+        hardware: str | None,
+        started: float,
+        not_before: float,
+        deadline: float,
+        v: int = TRIGGER_VERSION,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        self.target = target
+        self.gpus = gpus
+        self.hardware = hardware
+        self.started = started
+        self.not_before = not_before
+        self.deadline = deadline
+        self.v = v
+        self.unknown = unknown
+        self._available: int | None = None
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return (
+            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
+            {
+                "v": self.v,
+                "target": self.target,
+                "gpus": self.gpus,
+                "hardware": self.hardware,
+                "started": self.started,
+                "not_before": self.not_before,
+                "deadline": self.deadline,
+                **self.unknown,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        check_version(self, self.v, self.unknown)
+        async with open_hub(Target(**self.target)) as hub:
+            outcome = await wait_for(
+                lambda: self._look(hub),
+                what=f"{self.gpus} GPUs of {self.hardware or 'any hardware'}",
+                started=self.started,
+                deadline=self.deadline,
+                bounds=_BOUNDS,
+                log=self.log,
+            )
+        await sleep_until(self.not_before)
+        told = event(outcome.status, hardware=self.hardware, available_gpus=self._available, error=outcome.error)
+        yield TriggerEvent(told)
+        return
+
+    async def _look(self, hub: PollHub) -> Outcome | None:
+        capacity = await hub.capacity(self.hardware)
+        verdict = enough(capacity, self.gpus)
+        if verdict == Enough.NEVER:
+            most = capacity["max_total_gpus"]
+            return Outcome(Status.REFUSED, error=f"{self.gpus} GPUs are wanted, the account has {most} at most")
+        if verdict == Enough.NOT_NOW:
+            return None
+        self._available = None if verdict == Enough.UNKNOWN else int(capacity["available_gpus"])
+        return Outcome(Status.AVAILABLE)
