@@ -16,6 +16,7 @@ from cortex_training.cli import (
     artifacts,
     checkpoints,
     jobs,
+    login,
     operations,
     publication,
     runs,
@@ -44,7 +45,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_global_flags(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (jobs, training, sampling, checkpoints, operations, artifacts, publication, runs, serve, upkeep):
+    for group in (
+        jobs,
+        training,
+        sampling,
+        checkpoints,
+        operations,
+        artifacts,
+        publication,
+        runs,
+        serve,
+        login,
+        upkeep,
+    ):
         group.add_parsers(commands)
     return parser
 

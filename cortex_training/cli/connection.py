@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cortex_training.cli import profiles
 from cortex_training.cli.documents import read_object
 from cortex_training.cli.failures import NoConnection
 from cortex_training.errors import ConfigurationError
@@ -68,19 +69,23 @@ class Connection:
     def client(self) -> CortexTrainingClient:
         from cortex_training.client import CortexTrainingClient
 
-        client: CortexTrainingClient = self._made(CortexTrainingClient)
+        client: CortexTrainingClient = self.made_as(CortexTrainingClient)
         return client
 
     def async_client(self) -> AsyncCortexTrainingClient:
         from cortex_training.aio import AsyncCortexTrainingClient
 
-        client: AsyncCortexTrainingClient = self._made(AsyncCortexTrainingClient)
+        client: AsyncCortexTrainingClient = self.made_as(AsyncCortexTrainingClient)
         return client
 
-    def _made(self, kind: Any) -> Any:
+    def made_as(self, kind: Any) -> Any:
+        """A client of this kind."""
         fields = dict(self.fields)
         address = {name: fields.pop(name, None) for name in _ADDRESS}
         if self.profile is not None or self.is_default_profile:
+            token = profiles.token_profile(self.profile, os.environ)
+            if token is not None:
+                return direct({**token, **fields}).made_as(kind)
             return kind.from_connection_name(self.profile, **fields)
         fields.setdefault("schema", "PUBLIC")
         if address["pat"] is not None:
@@ -132,6 +137,11 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Conn
     return _default_profile(flags, ambient, environment)
 
 
+def direct(fields: Mapping[str, Any]) -> Connection:
+    """A connection by these fields alone. Raises `NoConnection` where one is missing."""
+    return _direct({}, fields, {})
+
+
 def _profile(name: str, flags: Mapping[str, Any], ambient: Mapping[str, Any]) -> Connection:
     return Connection(_options_of({**_without_address(ambient), **_without_address(flags)}), profile=name)
 
@@ -148,9 +158,8 @@ def _default_profile(
 
 
 def _has_connections_file(environment: Mapping[str, str]) -> bool:
-    folders = [environment.get("SNOWFLAKE_HOME"), "~/.snowflake", "~/.config/snowflake"]
-    paths = [Path(folder).expanduser() for folder in folders if folder]
-    return any((path / name).is_file() for path in paths for name in ("connections.toml", "config.toml"))
+    names = ("connections.toml", "config.toml")
+    return any((folder / name).is_file() for folder in profiles.folders(environment) for name in names)
 
 
 def _without_address(fields: Mapping[str, Any]) -> dict[str, Any]:

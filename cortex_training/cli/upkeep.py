@@ -1,20 +1,16 @@
-"""Commands about the installation and the deployment: login, doctor, sweep, conformance."""
+"""Commands about the installation and the deployment: doctor, sweep, conformance."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import importlib.metadata
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from cortex_training.answers import Job
-from cortex_training.cli.connection import connect, login_path, read_config, resolve
+from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document
 from cortex_training.errors import ApiError, ConfigurationError, CortexTrainingError, NotFoundError
 from cortex_training.states import is_terminal_job, job_state
@@ -24,11 +20,6 @@ _SWEEP_AGE_S = 24 * 3600.0
 
 
 def add_parsers(subparsers: Any) -> None:
-    login = subparsers.add_parser("login", help="remember a connection for the commands that follow")
-    login.add_argument("file", nargs="?", metavar="FILE", help="configuration file; or --config, or --connection NAME")
-    login.add_argument("--check", action="store_true", help="ask the service before remembering")
-    login.set_defaults(handler=run_login)
-
     doctor = subparsers.add_parser("doctor", help="check the installation, connection, credential and clock")
     doctor.set_defaults(handler=run_doctor)
 
@@ -45,35 +36,6 @@ def add_parsers(subparsers: Any) -> None:
     conformance.add_argument("--n-gpus", type=int, default=1)
     conformance.add_argument("--yes", action="store_true", help="yes, create a job that costs GPU time")
     conformance.set_defaults(handler=run_conformance)
-
-
-def run_login(options: argparse.Namespace) -> int:
-    named = [name for name in (options.file, options.config, options.connection) if name]
-    if len(named) != 1:
-        raise ConfigurationError("login: give exactly one of FILE, --config FILE and --connection NAME")
-    if options.file:
-        options.config = options.file
-    connection = resolve(options, {})  # what the file or profile says must be enough without the environment
-    if options.config:
-        read_config(options.config)
-        remembered = {"config_path": str(Path(options.config).resolve())}
-    else:
-        remembered = {"connection": options.connection}
-    if options.check:
-        with connection.client() as client:
-            client.list_jobs()
-    _write_privately(login_path(os.environ), remembered)
-    print_document(options, {**remembered, "logged_in": True})
-    return 0
-
-
-def _write_privately(path: Path, content: dict[str, Any]) -> None:
-    """Readable by the owner alone, and never half-written: every later command reads it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".login-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    os.replace(name, path)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
