@@ -20,8 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cortex_training.local.bodies import read_body
 from cortex_training.local.jobs import Job
+from cortex_training.local.pages import PUBLIC_PATHS, page_routes
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.service import Service
+from cortex_training.local.status import Status
 
 _log = logging.getLogger("cortex_training.local")
 _JSON_BODY_BYTES = 8 * 1024 * 1024
@@ -36,7 +38,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of a service."""
-    calls = Calls(service)
+    calls, status = Calls(service), Status(service)
     prefix = f"/api/v2/databases/{{database}}/schemas/{{schema}}/{service.settings.endpoint}"
     job = prefix + "/{job_id}"
 
@@ -66,14 +68,17 @@ def build_app(service: Service) -> ASGIApp:
         route(job + "/requests/{request_id}", "GET", calls.poll),
         route("/exports/{token}/{name:path}", "GET", calls.exported_file),
         *service.snowflake_routes,
+        *page_routes(service, status),
     ]
 
     @asynccontextmanager
     async def running(_: Starlette) -> AsyncIterator[None]:
         service.start()
+        watching = asyncio.create_task(status.watch())
         try:
             yield
         finally:
+            watching.cancel()
             service.stop()
 
     app = Starlette(
@@ -241,6 +246,8 @@ class _FrontDoor:
         if self._hosts is not None and name.lower() not in self._hosts:
             # A page of another site whose name was made to point here would arrive with its own name.
             return Refusal(421, f"this service does not answer for the host {name!r:.100}")
+        if request.url.path in PUBLIC_PATHS:
+            return None
         return self._credentials.refusal(request.url.path, request.headers.get("authorization", ""))
 
 

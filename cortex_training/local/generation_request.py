@@ -9,7 +9,7 @@ from cortex_training.local.refusals import Refusal, bad_field
 
 MAX_PROMPTS = 4096
 _DEFAULT_MAX_TOKENS = 16
-_KNOWN = {
+KNOWN_PARAMS = {
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
     "logprobs", "n", "dss_sample_id", "dss_stop_token_sequences",
 }  # fmt: skip
@@ -99,9 +99,9 @@ def _read_params(where: str, value: object) -> SamplingParams:
         return SamplingParams()
     if not isinstance(value, dict):
         raise bad_field(where, value, "must be an object or null")
-    unknown = sorted(set(value) - _KNOWN, key=str)
+    unknown = sorted(set(value) - KNOWN_PARAMS, key=str)
     if unknown:
-        raise Refusal(400, f"{where}: unknown parameter {unknown[0]!r}; there are {', '.join(sorted(_KNOWN))}")
+        raise Refusal(400, f"{where}: unknown parameter {unknown[0]!r}; there are {', '.join(sorted(KNOWN_PARAMS))}")
     if value.get("n") not in (None, 1):
         raise bad_field(f"{where}.n", value["n"], "must be 1; repeat the prompt for more samples")
     stop = value.get("stop")

@@ -19,7 +19,7 @@ OPERATION_TYPES = (
     "bootstrap-router-replay", "cancel-request", "forward", "reset-prefix-cache", "router-replay-discard", "tail-logs",
     "weight-sync",
 )  # fmt: skip
-_KIND_OF_HINT = {
+KINDS_OF_HINT = {
     "training": "training",
     "sampling": "sampling",
     "log_probability": "log_probability",
@@ -77,9 +77,9 @@ class GenericOperation:
                 raise bad_field("sub_job_id", sub_job_id, f"does not belong to session {job.job_id}")
         if kind is None:
             return named
-        wanted = _KIND_OF_HINT.get(kind) if isinstance(kind, str) else None
+        wanted = KINDS_OF_HINT.get(kind) if isinstance(kind, str) else None
         if wanted is None:
-            raise bad_field("sub_job_type", kind, f"must be one of {', '.join(sorted(_KIND_OF_HINT))}")
+            raise bad_field("sub_job_type", kind, f"must be one of {', '.join(sorted(KINDS_OF_HINT))}")
         if named is not None and named.spec.kind != wanted:
             raise Refusal(400, f"sub_job_id {sub_job_id} is a {named.spec.kind} sub-job, and sub_job_type says {kind}")
         found = named or job.first_of(wanted)

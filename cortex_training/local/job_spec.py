@@ -22,11 +22,11 @@ _NOT_IDS = (".", "..", "capacity")
 DEFAULT_IDLE_S = 30 * 60
 DEFAULT_PENDING_S = 24 * 3600
 
-_JOB_KEYS = {
+JOB_KEYS = {
     "sub_job_configs", "job_id", "experiment_name", "hardware", "idle_timeout_seconds", "pending_timeout_seconds",
     "debug",
 }  # fmt: skip
-_SUB_JOB_KEYS = {
+SUB_JOB_KEYS = {
     "job_type", "model_name", "training_config", "inference_config", "global_batch_size", "dtype", "seed",
     "model_post_init", "source_checkpoint_info",
 }  # fmt: skip
@@ -93,7 +93,7 @@ def read_job_spec(body: object) -> JobSpec:
     """Check a create call's body. Raises Refusal (400) naming the field, what it holds and what it must be."""
     if not isinstance(body, dict):
         raise bad_field("body", body, "must be a JSON object")
-    _known_keys("body", body, _JOB_KEYS)
+    _known_keys("body", body, JOB_KEYS)
     configs = body.get("sub_job_configs")
     if not isinstance(configs, list) or not configs or len(configs) > MAX_SUB_JOBS:
         raise bad_field("sub_job_configs", configs, f"must be a list of 1 to {MAX_SUB_JOBS} sub-jobs")
@@ -130,7 +130,7 @@ def whole_number(name: str, value: object, least: int) -> int:
 def _read_sub_job(where: str, config: object, before: list[SubJobSpec]) -> SubJobSpec:
     if not isinstance(config, dict):
         raise bad_field(where, config, "must be an object")
-    _known_keys(where, config, _SUB_JOB_KEYS)
+    _known_keys(where, config, SUB_JOB_KEYS)
     kind = config.get("job_type")
     kind = kind.strip().lower().removeprefix("job_type_") if isinstance(kind, str) else kind
     kind = "log_probability" if kind == "log_prob" else kind

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import logging
 import math
+import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
 from cortex_training.local.memory import memory
 from cortex_training.local.refusals import Refusal
+from cortex_training.local.request_store import RequestStore
 from cortex_training.local.requests import CancelledWhileRunning, Delivery, Execution, Request, deliver, read_delivery
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.states import RequestState
@@ -43,10 +46,13 @@ class Outcome:
 class Operations:
     """Runs work in sub-jobs' threads. Everything but the work itself happens in the event loop."""
 
-    def __init__(self, settings: ServiceSettings, lifecycle: LifeCycle, execution_log: ExecutionLog) -> None:
+    def __init__(
+        self, settings: ServiceSettings, lifecycle: LifeCycle, execution_log: ExecutionLog, requests: RequestStore
+    ) -> None:
         self.settings = settings
         self._lifecycle = lifecycle
         self._execution_log = execution_log
+        self._requests = requests
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, job: Job, sub_job: SubJob, execution: Execution, work: Callable[[], Outcome]) -> dict[str, Any]:
@@ -121,6 +127,8 @@ class Operations:
                 place.forget(group.group_id)
 
     def _reply(self, job: Job, request: Request) -> dict[str, Any]:
+        # On disk before anyone knows the id: who asks for it after a crash gets an answer.
+        self._requests.add(request)
         job.requests[request.request_id] = request
         job.touch()
         return {"request_id": request.request_id, "job_id": job.job_id}
@@ -131,6 +139,7 @@ class Operations:
         """In the sub-job's thread: do it, and bring its result into the form that polls show."""
         loop.call_soon_threadsafe(execution.move_to, RequestState.RUNNING)
         outcome = work()
+        execution.ended_at = time.time()
         outcome.result = deliver(outcome.result, execution.delivery, chunk_bytes=self.settings.result_chunk_bytes)
         return outcome
 
@@ -160,6 +169,7 @@ class Operations:
         finally:
             # The futures hold what was computed, and would as long as the job remembers its requests.
             execution.drop_from_queue = lambda: False
+            self._keep(execution, told)
             self._tell(job, execution, told)
             self._lifecycle.finished_one(job)
 
@@ -177,6 +187,13 @@ class Operations:
                 **outcome.record,
             }
         )
+
+    def _keep(self, execution: Execution, record: dict[str, Any]) -> None:
+        try:
+            self._requests.finish(execution, record)
+        except sqlite3.Error:
+            # It was executed all the same, and whoever polls before the service ends gets the result.
+            _log.exception("the end of %s could not be written to the data folder", execution.execution_id)
 
     def _tell(self, job: Job, execution: Execution, record: dict[str, Any]) -> None:
         """Write the operation's training event into its sub-job's log."""

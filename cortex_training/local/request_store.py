@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from cortex_training.local.requests import Delivery, Execution, OnDisk, Request
+from cortex_training.local.requests import Delivery, Execution, OnDisk, Request, plain_json
 from cortex_training.states import RequestState
 
 _VERSION = 1
@@ -102,7 +102,7 @@ class RequestStore:
                         execution.error,
                         execution.updated_at,
                         execution.ended_at,
-                        json.dumps(record),
+                        json.dumps(plain_json(record)),
                         result,
                         json.dumps(list(execution.events)) if execution.streaming else None,
                         len(execution.result_chunks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.routing import Route
@@ -24,7 +25,8 @@ from cortex_training.local.lifecycle import LifeCycle
 from cortex_training.local.models import ModelChoice, choose_model
 from cortex_training.local.operations import Operations
 from cortex_training.local.refusals import Refusal, bad_field, job_not_running, not_found
-from cortex_training.local.requests import refuse_unknown
+from cortex_training.local.request_store import RequestStore
+from cortex_training.local.requests import Request, refuse_unknown
 from cortex_training.local.sessions import Sessions
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.snowflake_files import SnowflakeFiles
@@ -41,13 +43,14 @@ class Service:
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         self._store = JobStore(settings.data_dir)
+        self.requests = RequestStore(settings.data_dir)
         self.checkpoints = CheckpointStore(settings.data_dir)
         self.spelling = Spelling(settings.assumptions)
         self.export_links = ExportLinks(settings.export_link_s)
         self._execution_log = ExecutionLog(settings.execution_log)
         self.artifacts = RunArtifacts(settings.data_dir, settings.seal_s)
         self._lifecycle = LifeCycle(settings, self.checkpoints, self._store, self.artifacts)
-        operations = Operations(settings, self._lifecycle, self._execution_log)
+        operations = Operations(settings, self._lifecycle, self._execution_log, self.requests)
         self.data_plane = DataPlane(operations, self.checkpoints)
         self.generation = Generation(operations)
         self.generic_operation = GenericOperation(operations, self.data_plane)
@@ -63,6 +66,7 @@ class Service:
     def stop(self) -> None:
         self._lifecycle.shut_down()
         self._execution_log.close()
+        self.requests.close()
         self._store.close()
 
     def create_job(self, database: str, schema: str, body: object) -> dict[str, Any]:
@@ -102,7 +106,16 @@ class Service:
     def capacity(self, hardware: str | None) -> dict[str, Any]:
         if hardware is not None and hardware not in HARDWARE:
             raise bad_field("hardware", hardware, f"must be one of {', '.join(HARDWARE)}")
-        return self.spelling.capacity(self._lifecycle.capacity.report(hardware, self._lifecycle.waiting_gpus()))
+        return self.spelling.capacity(self.capacity_report(hardware))
+
+    def capacity_report(self, hardware: str | None) -> dict[str, Any]:
+        """What ``GET /capacity`` says, before it is spelled."""
+        return self._lifecycle.capacity.report(hardware, self._lifecycle.waiting_gpus())
+
+    @property
+    def jobs(self) -> Mapping[str, Job]:
+        """Every job by its id, oldest first."""
+        return self._lifecycle.jobs
 
     def experiment_run(self, job: Job) -> dict[str, Any]:
         experiment, run = _experiment_run(job)
@@ -133,10 +146,19 @@ class Service:
     def poll(self, job: Job, request_id: str, cursor: str | None, max_events: str | None) -> dict[str, Any]:
         if job.state != JobState.RUNNING and self.settings.assumptions.ended_job_polls == "refused":
             raise job_not_running(job.job_id, job.state, job.reason, f"request {request_id}")
-        request = job.requests.get(request_id)
-        if request is None:
+        request = job.requests.get(request_id) or self._earlier_request(job, request_id)
+        page = request.page(cursor, max_events)
+        if page["events"] and request.execution.streaming and request.execution.is_over:
+            self.requests.keep_events(request.execution)
+        return self.spelling.poll(page)
+
+    def _earlier_request(self, job: Job, request_id: str) -> Request:
+        """A request from before the service was restarted. Raises Refusal (404)."""
+        found = self.requests.find(job.job_id, request_id)
+        if found is None:
             raise refuse_unknown(request_id, job.job_id)
-        return self.spelling.poll(request.page(cursor, max_events))
+        job.requests[request_id] = found
+        return found
 
     async def delete_checkpoint(self, job_id: str, checkpoint_id: str) -> None:
         await asyncio.to_thread(self.checkpoints.delete, job_id, checkpoint_id)
