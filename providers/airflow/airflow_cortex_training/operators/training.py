@@ -154,6 +154,21 @@ class CortexTrainingStepOperator(CortexTrainingRequestOperator):
         self.learning_rate = learning_rate
         self.expected_global_step = expected_global_step
 
+    def check(self) -> None:
+        if not self.wait_for_completion and self.expected_global_step is not None:
+            raise ConfigurationError(
+                f"task {self.task_id}: expected_global_step is compared with the step's result, and "
+                "wait_for_completion=False does not wait for it: leave one of them out",
+                field="wait_for_completion",
+            )
+        # Here, before the intent is written: a retry that finds one takes the step for sent.
+        for name, kind in (("learning_rate", float), ("expected_global_step", int)):
+            value = getattr(self, name)
+            try:
+                _ = None if value is None else kind(value)
+            except (TypeError, ValueError):
+                raise ConfigurationError.of(f"task {self.task_id}: {name}", value, "give a number") from None
+
     def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str:
         rate = None if self.learning_rate is None else float(self.learning_rate)
         try:
