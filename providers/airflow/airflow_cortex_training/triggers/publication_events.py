@@ -34,7 +34,7 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
     Args:
         root: an absolute path or ``s3://bucket/prefix``, as triggerers see it.
         asset: name of the asset it reports to; two assets on one root are two triggers with a memory each.
-        credentials: of an ``s3://`` root, ``kind:location,...`` (``airflow:CONN_ID`` is an Airflow connection); no secrets.
+        credentials: of an ``s3://`` root, ``kind:location,...``, e.g. ``airflow:CONN_ID``; no secrets.
         poll_s: seconds between two looks.
         v: version of these arguments.
     """
@@ -76,7 +76,7 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
             raise ConfigurationError.of("poll_s", self.poll_s, "give the seconds between two looks")
         if any(part.strip().startswith("secret:") for part in (self.credentials or "").split(",")):
             raise ConfigurationError(
-                "credentials of a watcher are stored by Airflow in plain text: give airflow:CONN_ID, file:PATH or vault:...",
+                "a watcher's arguments are stored in plain text: give airflow:CONN_ID, file:PATH or vault:...",
                 field="credentials",
             )
         if self.root.startswith("s3://") and not self.credentials:
