@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cortex_training.local.control import ControlServer
     from cortex_training.local.settings import ServiceSettings
 
 TOKEN_VARIABLE = "CORTEX_TRAINING_SERVE_TOKEN"
@@ -64,6 +65,21 @@ def _add_serve(subparsers: Any) -> None:
         "--seal-seconds", type=float, default=30.0, help="after which console output and metrics become artifacts"
     )
     serve.add_argument(
+        "--execution-log-weights", action="store_true", help="hash the weights after each step, save and load"
+    )
+    serve.add_argument(
+        "--faults",
+        type=Path,
+        metavar="FILE",
+        help="bad weather by the rules in FILE (JSON or TOML); opens a control port",
+    )
+    serve.add_argument("--control-port", type=int, default=0, help="the control port of --faults (default: a free one)")
+    serve.add_argument(
+        "--simulate",
+        metavar="SECONDS",
+        help="no model: operations take this time; a number, an expression, or a JSON or TOML file",
+    )
+    serve.add_argument(
         "--assume",
         action="append",
         default=[],
@@ -91,6 +107,8 @@ def run_serve(options: argparse.Namespace) -> int:
         from cortex_training.local.assumptions import Assumptions
         from cortex_training.local.server import ready_line, serve
         from cortex_training.local.settings import ServiceSettings
+        from cortex_training.local.simulation import read_simulation
+        from cortex_training.local.weather_rules import read_faults
     except ModuleNotFoundError as error:
         print(
             f"error: the local service needs {error.name}; pip install 'cortex-training-client[local]'", file=sys.stderr
@@ -110,6 +128,10 @@ def run_serve(options: argparse.Namespace) -> int:
             models=dict(_model_folder_option(option) for option in options.model),
             strict_models=options.strict_models,
             execution_log=options.execution_log,
+            execution_log_weights=options.execution_log_weights,
+            faults=read_faults(options.faults) if options.faults else None,
+            control_port=options.control_port,
+            simulation=read_simulation(options.simulate) if options.simulate else None,
             placing_s=options.placing_seconds,
             timeout_scale=options.timeout_scale,
             export_link_s=options.export_seconds,
@@ -123,11 +145,11 @@ def run_serve(options: argparse.Namespace) -> int:
             seal_s=_positive("--seal-seconds", options.seal_seconds),
         )
 
-        def announce(base_url: str) -> None:
-            print(
-                ready_line(base_url, settings) if options.json_ready else _greeting(base_url, settings),
-                flush=True,
-            )
+        def announce(base_url: str, control: ControlServer | None) -> None:
+            if options.json_ready:
+                print(ready_line(base_url, settings, control), flush=True)
+            else:
+                print(_greeting(base_url, settings, control), flush=True)
 
         serve(settings, announce=announce, keep_data=options.data_dir is not None)
     except (OSError, ValueError) as error:
@@ -164,16 +186,20 @@ def _positive(option: str, value: float) -> float:
     return value
 
 
-def _greeting(base_url: str, settings: ServiceSettings) -> str:
+def _greeting(base_url: str, settings: ServiceSettings, control: ControlServer | None) -> str:
     accepted = "the token you gave" if settings.token else "any token"
     return (
         f"The local Cortex Training service listens on {base_url}\n"
         f"  client:  CortexTrainingClient({base_url!r}, database='LOCAL', schema='PUBLIC')\n"
         f"  shell:   export CORTEX_TRAINING_BASE_URL={base_url}"
         " CORTEX_TRAINING_DATABASE=LOCAL CORTEX_TRAINING_SCHEMA=PUBLIC\n"
-        f"{_for_https(settings)}{_for_snowflake(base_url, settings)}"
+        f"{_for_https(settings)}{_for_snowflake(base_url, settings)}{_for_control(control)}"
         f"  accepts {accepted}; Ctrl-C ends it"
     )
+
+
+def _for_control(control: ControlServer | None) -> str:
+    return f"  control: {control.url} with the bearer token {control.token}\n" if control else ""
 
 
 def _for_https(settings: ServiceSettings) -> str:

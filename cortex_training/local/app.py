@@ -24,6 +24,7 @@ from cortex_training.local.pages import PUBLIC_PATHS, page_routes
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.service import Service
 from cortex_training.local.status import Status
+from cortex_training.local.weather_http import WeatherDoor
 
 _log = logging.getLogger("cortex_training.local")
 _JSON_BODY_BYTES = 8 * 1024 * 1024
@@ -88,7 +89,9 @@ def build_app(service: Service) -> ASGIApp:
     )
     # A redirect would turn a client's POST into a GET.
     app.router.redirect_slashes = False
-    return _FrontDoor(app, service)
+    if service.settings.faults is None:
+        return _FrontDoor(app, service)
+    return _FrontDoor(WeatherDoor(app, routes, service.job_weather, service.settings.max_body_bytes), service)
 
 
 class _Json(JSONResponse):

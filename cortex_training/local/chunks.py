@@ -145,6 +145,12 @@ class ChunkGroups:
         group.frames.clear()
         self._partial.pop(group.group_id, None)
 
+    def lose(self, which: str) -> None:
+        """Forget `all` groups, those still `partial`, or the `completed` ones, which were sent whole."""
+        for group_id, group in list(self._groups.items()):
+            if which == "all" or (which == "partial") is (group.execution is None):
+                self.forget(group_id)
+
     def forget(self, group_id: str) -> None:
         """The next chunk of this group has to be chunk 0 again."""
         self._groups.pop(group_id, None)

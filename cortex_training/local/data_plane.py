@@ -33,7 +33,7 @@ class DataPlane:
         sub_job = _training(job)
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk)
+            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk, self._operations.settings.framework)
             job.require_running("forward-backward")
             group_id = chunk.group_id if chunk is not None else None
             execution = Execution(
@@ -66,7 +66,7 @@ class DataPlane:
         engine, name = target.engine, target.sub_job_id
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk)
+            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk, self._operations.settings.framework)
             job.require_running("forward")
             execution = Execution("forward", job.job_id, name, delivery, frame_sha256=sha256)
 
@@ -91,7 +91,7 @@ class DataPlane:
             moments = [moment("step_start")]
             result = engine.step(learning_rate)
             moments.append(moment("step_end"))
-            record = {"global_steps": result["global_steps"], "loss": engine.last_loss}
+            record = {"global_steps": result["global_steps"], "loss": engine.last_loss, **self._weights(engine)}
             return Outcome(result, record, _memory_events(sub_job, moments))
 
         return self._operations.submit(job, sub_job, Execution("step", job.job_id, sub_job.sub_job_id), work)
@@ -123,7 +123,12 @@ class DataPlane:
             )
             fill = engine.save_resumable if kind == "resumable" else engine.save_weights
             saved = self._checkpoints.write(wanted, fill)
-            record = {"global_steps": steps, "loss": engine.last_loss, "checkpoint_id": saved.checkpoint_id}
+            record = {
+                "global_steps": steps,
+                "loss": engine.last_loss,
+                "checkpoint_id": saved.checkpoint_id,
+                **self._weights(engine),
+            }
             return Outcome(self._save_result(saved), record, then=lambda: self._checkpoints.add(saved))
 
         return self._operations.submit(job, sub_job, Execution("save", job.job_id, sub_job.sub_job_id), work)
@@ -156,9 +161,18 @@ class DataPlane:
                 "source_job_id": checkpoint.job_id,
                 "global_steps": engine.global_steps,
             }
-            return Outcome(result, {"global_steps": engine.global_steps, "checkpoint_id": checkpoint.checkpoint_id})
+            record = {
+                "global_steps": engine.global_steps,
+                "checkpoint_id": checkpoint.checkpoint_id,
+                **self._weights(engine),
+            }
+            return Outcome(result, record)
 
         return self._operations.submit(job, sub_job, Execution("load", job.job_id, sub_job.sub_job_id), work)
+
+    def _weights(self, engine: Any) -> dict[str, str]:
+        """For the execution log, when it is to say which weights there are."""
+        return {"weights_sha256": engine.weights_sha256()} if self._operations.settings.execution_log_weights else {}
 
     def _save_result(self, saved: Checkpoint) -> dict[str, Any]:
         tag = f"global_step{saved.global_steps}"

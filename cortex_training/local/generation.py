@@ -42,7 +42,7 @@ class Generation:
             return self._start(job, candidates, value, Delivery(), None, stream)[1]
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk)
+            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk, self._operations.settings.framework)
             return self._start(job, candidates, value, delivery, sha256, stream)
 
         return await self._operations.submit_framed(job, candidates[0], body, start)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 from cortex_training.local.chunks import ChunkGroups
 from cortex_training.local.job_spec import JobSpec, SubJobSpec
 from cortex_training.local.models import ModelChoice
-from cortex_training.local.refusals import job_not_running
-from cortex_training.local.requests import Request, timestamp
+from cortex_training.local.refusals import job_not_running, workers_restarting
+from cortex_training.local.requests import Execution, Request, timestamp
 from cortex_training.local.sub_job_log import SubJobLog
 from cortex_training.states import JobState, is_terminal_job
 
@@ -30,8 +32,18 @@ class SubJob:
     engine: Any = None
     """A TrainingEngine or SamplingEngine, while the job runs."""
     worker: Executor | None = None
+    before_next: deque[Callable[[], None]] = field(default_factory=deque)
+    """What its thread does before the next operation."""
+    restarting_until: float = 0.0
+    """Monotonic seconds."""
+
+    @property
+    def restarts(self) -> bool:
+        return time.monotonic() < self.restarting_until
 
     def describe(self, state: str) -> dict[str, Any]:
+        if state == JobState.RUNNING and self.restarts:
+            state = str(JobState.INITIALIZING)
         return {"sub_job_id": self.sub_job_id, "status": state, **self.spec.wire}
 
 
@@ -58,6 +70,10 @@ class Job:
     in_flight: int = 0
     """Executions that wait or run."""
     requests: dict[str, Request] = field(default_factory=dict, repr=False)
+    slow_cancel_s: float = 0.0
+    """How long a cancellation takes at least."""
+    busy: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By operation: executions that are over, and the seconds that they took in all."""
 
     def move_to(self, state: JobState, reason: str | None = None) -> None:
         self.state = state
@@ -80,6 +96,12 @@ class Job:
         until = self.ended_clock if self.ended_clock is not None else time.monotonic()
         return self.spec.n_gpus * (until - self.running_clock)
 
+    def note_execution(self, execution: Execution) -> None:
+        """Count what a sub-job's thread did, if it did anything."""
+        if execution.busy_s:
+            count, seconds = self.busy.get(execution.operation, (0, 0.0))
+            self.busy[execution.operation] = (count + 1, seconds + execution.busy_s)
+
     def touch(self) -> None:
         """Put off the idle timeout."""
         self.active_clock = time.monotonic()
@@ -88,6 +110,9 @@ class Job:
         """Raises Refusal (409) with the job's state and reason."""
         if self.state != JobState.RUNNING:
             raise job_not_running(self.job_id, self.state, self.reason, asked)
+        for sub_job in self.sub_jobs:
+            if sub_job.restarts:
+                raise workers_restarting(sub_job.sub_job_id, asked)
 
     def sub_job(self, sub_job_id: str) -> SubJob | None:
         return next((one for one in self.sub_jobs if one.sub_job_id == sub_job_id), None)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from cortex_training.local.artifacts import RunArtifacts
-from cortex_training.local.capacity import Capacity
+from cortex_training.local.capacity import HARDWARE, Capacity
 from cortex_training.local.checkpoints import CheckpointStore
 from cortex_training.local.gpu_metrics import GpuSampler, MeteredExecutor
 from cortex_training.local.job_store import JobStore
@@ -57,6 +57,23 @@ class LifeCycle:
             raise job_not_running(job.job_id, job.state, job.reason, "cancel")
         self._end(job, JobState.CANCELLED, "cancelled by the caller")
 
+    def fail(self, job: Job, state: JobState, reason: str) -> None:
+        """End a job that did not ask for it. What computes runs on, and nobody sees its result."""
+        for request in job.requests.values():
+            request.execution.stop.set()
+        self._close(job, state, reason)
+
+    def set_capacity(self, gpus: int, hardware: str | None, *, evict: bool) -> None:
+        """There are `gpus` of one hardware type, or of each. With `evict` the newest jobs that no longer fit fail."""
+        for one in [hardware] if hardware else HARDWARE:
+            self.capacity.resize(one, gpus)
+            holders = [job for job in self.jobs.values() if job.spec.hardware == one and not job.has_ended()]
+            while evict and self.capacity.free(one) < 0 and holders:
+                job = holders.pop()
+                if job.state != JobState.PENDING:
+                    self.fail(job, JobState.FAILED, "capacity_lost")
+        self._place_waiting()
+
     def finished_one(self, job: Job) -> None:
         """One execution of the job is over: a cancellation may have waited for it."""
         job.in_flight -= 1
@@ -96,7 +113,7 @@ class LifeCycle:
                 self._spawn(self._bring_up(job))
             else:
                 blocked.add(hardware)
-                free, total = self.capacity.free(hardware), self.capacity.total
+                free, total = self.capacity.free(hardware), self.capacity.total(hardware)
                 job.reason = f"waits for {gpus} {hardware} GPUs; {free} of {total} are free"
 
     async def _bring_up(self, job: Job) -> None:
@@ -126,14 +143,25 @@ class LifeCycle:
             return
         stand_ins = sorted({one.model.name for one in job.sub_jobs if one.model.stand_in})
         reason = f"{', '.join(stand_ins)}: not on this machine, the tiny model stands in" if stand_ins else ""
-        if reason:
+        if self._settings.simulation is not None:
+            reason = "simulated: operations take their time, and there is no model"
+        elif reason:
             _log.warning("job %s: %s", job.job_id, reason)
         self._move(job, JobState.RUNNING, reason)
         for sub_job in job.sub_jobs:
             sub_job.log.add(f"{sub_job.model.name} is ready on the model {sub_job.model.runs}")
 
     def _build_engine(self, sub_job: SubJob) -> Any:
-        """Load the model, in the sub-job's thread."""
+        """Load the model and the checkpoint it starts from, in the sub-job's thread."""
+        engine, source = self._new_engine(sub_job), sub_job.spec.source
+        if source is not None:
+            engine.load(self._checkpoints.find(source.job_id or "", source.checkpoint_id).folder)
+        return engine
+
+    def _new_engine(self, sub_job: SubJob) -> Any:
+        spec = sub_job.spec
+        if self._settings.simulation is not None:
+            return self._settings.simulation.engine(spec, self._settings.assumptions)
         # Imported here and not above: these import torch, which takes seconds.
         from cortex_training.local.engine.process import prepare_process
         from cortex_training.local.engine.sampling import SamplingEngine
@@ -141,20 +169,16 @@ class LifeCycle:
 
         prepare_process(self._settings.threads)
         folder = sub_job.model.folder or model_folder(sub_job.model.runs)
-        spec = sub_job.spec
-        engine: TrainingEngine | SamplingEngine
         if spec.kind == "training":
-            engine = TrainingEngine(spec, folder, self._settings.assumptions)
-        else:
-            engine = SamplingEngine(spec, folder)
-        if spec.source is not None:
-            checkpoint = self._checkpoints.find(spec.source.job_id or "", spec.source.checkpoint_id)
-            engine.load(checkpoint.folder)
-        return engine
+            return TrainingEngine(spec, folder, self._settings.assumptions)
+        return SamplingEngine(spec, folder)
 
     def _end(self, job: Job, state: JobState, reason: str) -> None:
         """Take a job down; an operation that computes is let finish, because it cannot be interrupted."""
-        computing = False
+        computing = job.slow_cancel_s > 0
+        if computing:
+            job.in_flight += 1
+            self._spawn(self._finish_later(job, job.slow_cancel_s))
         for request in job.requests.values():
             request.execution.stop.set()
             computing |= not request.execution.is_over and not request.execution.drop_from_queue()
@@ -162,6 +186,10 @@ class LifeCycle:
             self._move(job, JobState.CANCELLING, reason)
             return
         self._close(job, state, reason)
+
+    async def _finish_later(self, job: Job, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.finished_one(job)
 
     def _close(self, job: Job, state: JobState, reason: str | None = None) -> None:
         _stop_workers(job)

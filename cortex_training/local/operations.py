@@ -23,6 +23,7 @@ from cortex_training.local.refusals import Refusal
 from cortex_training.local.request_store import RequestStore
 from cortex_training.local.requests import CancelledWhileRunning, Delivery, Execution, Request, deliver, read_delivery
 from cortex_training.local.settings import ServiceSettings
+from cortex_training.local.weather_jobs import JobWeather
 from cortex_training.states import RequestState
 
 _log = logging.getLogger("cortex_training.local")
@@ -47,9 +48,15 @@ class Operations:
     """Runs work in sub-jobs' threads. Everything but the work itself happens in the event loop."""
 
     def __init__(
-        self, settings: ServiceSettings, lifecycle: LifeCycle, execution_log: ExecutionLog, requests: RequestStore
+        self,
+        settings: ServiceSettings,
+        lifecycle: LifeCycle,
+        execution_log: ExecutionLog,
+        requests: RequestStore,
+        job_weather: JobWeather,
     ) -> None:
         self.settings = settings
+        self._job_weather = job_weather
         self._lifecycle = lifecycle
         self._execution_log = execution_log
         self._requests = requests
@@ -57,7 +64,7 @@ class Operations:
 
     def submit(self, job: Job, sub_job: SubJob, execution: Execution, work: Callable[[], Outcome]) -> dict[str, Any]:
         """Put `work` into the sub-job's queue. Returns the reply that names the request to poll."""
-        future = worker_of(sub_job).submit(self.run_in_thread, execution, work, asyncio.get_running_loop())
+        future = worker_of(sub_job).submit(self.prepare(job, sub_job, execution, work))
         return self.follow(job, execution, [future])
 
     def follow(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> dict[str, Any]:
@@ -133,22 +140,39 @@ class Operations:
         job.touch()
         return {"request_id": request.request_id, "job_id": job.job_id}
 
-    def run_in_thread(
-        self, execution: Execution, work: Callable[[], Outcome], loop: asyncio.AbstractEventLoop
-    ) -> Outcome:
-        """In the sub-job's thread: do it, and bring its result into the form that polls show."""
-        loop.call_soon_threadsafe(execution.move_to, RequestState.RUNNING)
-        outcome = work()
-        execution.ended_at = time.time()
-        outcome.result = deliver(outcome.result, execution.delivery, chunk_bytes=self.settings.result_chunk_bytes)
-        return outcome
+    def prepare(
+        self, job: Job, sub_job: SubJob, execution: Execution, work: Callable[[], Outcome]
+    ) -> Callable[[], Outcome]:
+        """What the sub-job's thread is to do: `work`, and bring its result into the form that polls show."""
+        loop = asyncio.get_running_loop()
+        fate = self._job_weather.fate_of(execution)
+        execution.failure = fate.fails_after
+
+        def run() -> Outcome:
+            loop.call_soon_threadsafe(execution.move_to, RequestState.RUNNING)
+            began = time.monotonic()
+            try:
+                while sub_job.before_next:
+                    sub_job.before_next.popleft()()
+                fate.before()
+                outcome = work()
+                chunk_bytes = self.settings.result_chunk_bytes
+                outcome.result = deliver(outcome.result, execution.delivery, chunk_bytes=chunk_bytes)
+                return outcome
+            finally:
+                execution.busy_s, execution.ended_at = time.monotonic() - began, time.time()
+
+        return run
 
     async def _finish(self, job: Job, execution: Execution, futures: Sequence[Future[Outcome]]) -> None:
         await asyncio.gather(*[asyncio.wrap_future(future) for future in futures], return_exceptions=True)
         told: dict[str, Any] = {}
         try:
             if any(future.cancelled() for future in futures):
-                execution.move_to(RequestState.CANCELLED, error="cancelled before it began")
+                if execution.failure is not None and not execution.stop.is_set():
+                    execution.move_to(RequestState.FAILED, error=execution.failure)
+                else:
+                    execution.move_to(RequestState.CANCELLED, error="cancelled before it began")
                 return
             outcomes = [future.result() for future in futures]
             outcome = outcomes[0]
@@ -157,8 +181,12 @@ class Operations:
             self._record(execution, outcome)
             if outcome.then is not None:
                 outcome.then()
-            execution.result, execution.result_chunks = outcome.result
-            execution.move_to(RequestState.DONE)
+            if execution.failure is not None:
+                execution.move_to(RequestState.FAILED, error=execution.failure)
+            else:
+                execution.result, execution.result_chunks = outcome.result
+                execution.move_to(RequestState.DONE)
+            self._job_weather.executed(job, execution, outcome.record.get("global_steps"))
         except CancelledWhileRunning:
             execution.move_to(RequestState.CANCELLED, error="cancelled while it ran")
         except Exception as error:
@@ -169,6 +197,7 @@ class Operations:
         finally:
             # The futures hold what was computed, and would as long as the job remembers its requests.
             execution.drop_from_queue = lambda: False
+            job.note_execution(execution)
             self._keep(execution, told)
             self._tell(job, execution, told)
             self._lifecycle.finished_one(job)
@@ -184,6 +213,7 @@ class Operations:
                 "frame_sha256": execution.frame_sha256,
                 "global_steps": None,
                 "loss": None,
+                "seconds": round(execution.busy_s, 6),
                 **outcome.record,
             }
         )
@@ -214,13 +244,11 @@ class Operations:
         sub_job.log.add(message, level="ERROR", **event, error=execution.error)
 
 
-def decode_frame(frame: bytes, chunk: Chunk | None) -> tuple[Any, str]:
-    """The frame's value with torch tensors, and its SHA-256. Raises Refusal (400). For a thread; a job runs, so that
-    torch is loaded.
-    """
+def decode_frame(frame: bytes, chunk: Chunk | None, framework: wire.Framework) -> tuple[Any, str]:
+    """The frame's value, and its SHA-256. Raises Refusal (400). For a thread."""
     sha256 = chunk.logical_sha256 if chunk is not None else hashlib.sha256(frame).hexdigest()
     try:
-        return wire.loads(frame, framework="torch"), sha256
+        return wire.loads(frame, framework=framework), sha256
     except wire.WireError as error:
         raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
 

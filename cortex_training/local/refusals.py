@@ -41,6 +41,11 @@ def job_not_running(job_id: str, state: str, reason: str, asked: str) -> Refusal
     )
 
 
+def workers_restarting(sub_job_id: str, asked: str) -> Refusal:
+    """409: what was asked has not been accepted, and may be asked again."""
+    return Refusal(409, f"{asked}: zone returned 409: the workers of {sub_job_id} are restarting", code="517604")
+
+
 def chunk_group_refusal(code: str, message: str, group_id: str, **numbers: int) -> Refusal:
     """409 as the service's gateway wraps it: the worker's own answer is JSON inside the message."""
     detail = {"detail": {"code": code, "message": message, "chunk_group_id": group_id, **numbers}}

@@ -67,9 +67,18 @@ class Execution:
     """Set when a cancel-request wants it to end early."""
     drop_from_queue: Callable[[], bool] = lambda: False
     """Takes it out of its sub-job's queue; False when it has begun."""
+    failure: str | None = None
+    """Why it shows as failed, whatever becomes of it."""
+    busy_s: float = 0.0
+    """How long a sub-job's thread worked on it."""
+    when_over: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Called in the event loop when it is over."""
 
     def move_to(self, state: RequestState, *, error: str = "") -> None:
         self.state, self.error, self.updated_at = state, error, time.time()
+        if self.is_over:
+            for tell in self.when_over:
+                tell()
 
     @property
     def is_over(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -15,19 +16,24 @@ from pathlib import Path
 import uvicorn
 
 from cortex_training.local.app import build_app
+from cortex_training.local.control import ControlServer
 from cortex_training.local.service import Service
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.tls import TlsFiles, tls_files
+from cortex_training.local.weather_http import hangable_protocol
 
 _log = logging.getLogger("cortex_training.local")
 _GRACE_S = 1
 _TLS_FOLDER = "tls"
 
+Announce = Callable[[str, "ControlServer | None"], None]
+"""Gets the base URL, and the control port if there is one."""
 
-def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_data: bool) -> None:
+
+def serve(settings: ServiceSettings, *, announce: Announce, keep_data: bool) -> None:
     """Serve until SIGTERM or SIGINT, then leave the process with exit code 0.
 
-    `announce` gets the base URL once connections are taken. Without `keep_data` the data folder is deleted at the end.
+    `announce` is called once connections are taken. Without `keep_data` the data folder is deleted at the end.
     Raises OSError when the port is taken.
     """
     # Before anything computes: torch's libraries read it when they are loaded.
@@ -38,6 +44,7 @@ def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_da
     tls = tls_files(settings.data_dir / _TLS_FOLDER, settings.host) if settings.tls else None
     base_url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     service = Service(settings)
+    control = ControlServer(service, settings.control_port) if settings.faults is not None else None
     server = _AnnouncingServer(
         uvicorn.Config(
             build_app(service),
@@ -49,8 +56,10 @@ def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_da
             timeout_keep_alive=75,
             ssl_keyfile=tls.key if tls else None,
             ssl_certfile=tls.certificate if tls else None,
+            http=hangable_protocol(),
         ),
-        lambda: announce(base_url),
+        lambda: announce(base_url, control),
+        control,
     )
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again when it has shut down; here that must not kill the clean-up below.
@@ -65,19 +74,28 @@ def serve(settings: ServiceSettings, *, announce: Callable[[str], None], keep_da
 
 
 class _AnnouncingServer(uvicorn.Server):
-    """A uvicorn server that says when it takes connections."""
+    """A uvicorn server that says when it takes connections, and has the control port beside it."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None], control: ControlServer | None) -> None:
         super().__init__(config)
         self._started = started
+        self._control = control
+        self._beside: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started and not self.should_exit:
+            if self._control is not None:
+                self._beside = asyncio.create_task(self._control.run_beside())
             self._started()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._control is not None:
+            self._control.should_exit = True
+        await super().shutdown(sockets=sockets)
 
-def ready_line(base_url: str, settings: ServiceSettings) -> str:
+
+def ready_line(base_url: str, settings: ServiceSettings, control: ControlServer | None) -> str:
     """One JSON line for programs that start the service."""
     return json.dumps(
         {
@@ -88,6 +106,8 @@ def ready_line(base_url: str, settings: ServiceSettings) -> str:
             "data_dir": str(settings.data_dir),
             "execution_log": str(settings.execution_log) if settings.execution_log else None,
             "ca_bundle": str(ca_bundle(settings)) if settings.tls else None,
+            "control_url": control.url if control else None,
+            "control_token": control.token if control else None,
         }
     )
 

@@ -32,6 +32,9 @@ from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.snowflake_files import SnowflakeFiles
 from cortex_training.local.spelling import Spelling
 from cortex_training.local.sub_job_log import SubJobLog
+from cortex_training.local.weather import Weather
+from cortex_training.local.weather_jobs import JobWeather
+from cortex_training.local.weather_rules import Faults
 from cortex_training.states import JobState, job_state
 
 _DEFAULT_EXPERIMENT = "CORTEX_TRAINING"
@@ -47,10 +50,12 @@ class Service:
         self.checkpoints = CheckpointStore(settings.data_dir)
         self.spelling = Spelling(settings.assumptions)
         self.export_links = ExportLinks(settings.export_link_s)
-        self._execution_log = ExecutionLog(settings.execution_log)
+        self.execution_log = ExecutionLog(settings.execution_log)
         self.artifacts = RunArtifacts(settings.data_dir, settings.seal_s)
         self._lifecycle = LifeCycle(settings, self.checkpoints, self._store, self.artifacts)
-        operations = Operations(settings, self._lifecycle, self._execution_log, self.requests)
+        self.weather = Weather(settings.faults or Faults())
+        self.job_weather = JobWeather(self.weather, self._lifecycle, settings.assumptions)
+        operations = Operations(settings, self._lifecycle, self.execution_log, self.requests, self.job_weather)
         self.data_plane = DataPlane(operations, self.checkpoints)
         self.generation = Generation(operations)
         self.generic_operation = GenericOperation(operations, self.data_plane)
@@ -65,7 +70,7 @@ class Service:
 
     def stop(self) -> None:
         self._lifecycle.shut_down()
-        self._execution_log.close()
+        self.execution_log.close()
         self.requests.close()
         self._store.close()
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cortex_training.local.assumptions import Assumptions
+from cortex_training.local.simulation import Simulation
+from cortex_training.local.weather_rules import Faults
+from cortex_training.wire import Framework
 
 MIB = 1024 * 1024
 
@@ -31,6 +34,8 @@ class ServiceSettings:
     strict_models: bool = False
     """Refuse ids of the service's model table instead of running them on the tiny stand-in."""
     execution_log: Path | None = None
+    execution_log_weights: bool = False
+    """Whether entries of step, save and load hold a hash of the weights that train, which takes a pass over them."""
     placing_s: float = 0.05
     """How long a job with its GPUs assigned stays `placing`."""
     timeout_scale: float = 1.0
@@ -55,3 +60,13 @@ class ServiceSettings:
     result_chunk_bytes: int = MIB
     """Larger results are delivered in chunks of this size to callers that take chunks."""
     assumptions: Assumptions = field(default_factory=Assumptions)
+    faults: Faults | None = None
+    """Bad weather, and with it the control port; None: neither."""
+    control_port: int = 0
+    simulation: Simulation | None = None
+    """Operations take the time that this says, and there is no model."""
+
+    @property
+    def framework(self) -> Framework:
+        """What frames are decoded to. Where there are jobs that train, torch is loaded."""
+        return "torch" if self.simulation is None else "numpy"

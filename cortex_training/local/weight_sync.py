@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,7 +39,7 @@ def sync_weights(operations: Operations, job: Job, payload: dict[str, Any]) -> d
             "target_sub_job_ids": target_ids,
             "weight_format": weight_format,
             "tensors": len(weights),
-            "bytes": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+            "bytes": sum(tensor.nbytes for tensor in weights.values()),
             "global_steps": trained.global_steps,
         }
         copied.set_result(weights)
@@ -54,8 +53,7 @@ def sync_weights(operations: Operations, job: Job, payload: dict[str, Any]) -> d
         return Outcome(None)
 
     copied: Future[Any] = Future()
-    loop = asyncio.get_running_loop()
-    reading = worker_of(source).submit(operations.run_in_thread, execution, read, loop)
+    reading = worker_of(source).submit(operations.prepare(job, source, execution, read))
     reading.add_done_callback(lambda done: _release(copied, done))
     writing = [worker_of(target).submit(write, target.engine) for target in targets]
     return operations.follow(job, execution, [reading, *writing])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,8 +149,7 @@ class TrainingEngine:
             self._model.set_adapter_weights(weights)
         self._optimizer.take_weights()
         if self._assumptions.load_gradients == "clear":
-            self._optimizer.clear_gradients()
-            self._accumulated = 0
+            self.lose_gradients()
         self._last_loss = state.last_loss if state is not None else None
         if state is not None and self._spec.load_optimizer_states:
             self._optimizer.restore(state.optimizer, state.learning_rate)
@@ -158,6 +158,19 @@ class TrainingEngine:
             self.global_steps = 0
         elif state is not None and self._assumptions.global_steps == "restored":
             self.global_steps = state.global_steps
+
+    def lose_gradients(self) -> None:
+        """Forget what is accumulated, as a worker that restarts does."""
+        self._optimizer.clear_gradients()
+        self._accumulated = 0
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over names, dtypes and bytes of the parameters that train."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self._model.trained_parameters().items()):
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def full_weights(self) -> Weights:
         return self._model.full_weights()
