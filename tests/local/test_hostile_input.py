@@ -256,7 +256,7 @@ def test_unknown_things_are_not_found(caller: Caller, job: RunningJob) -> None:
     refused(job.call("POST", "/checkpoints/x:export"), 404)
     refused(job.call("PUT", ""), 405)
     refused(job.call("GET", "/step"), 405)
-    for outside in ("/", "/api/v2/statements", "/exports/x/y"):
+    for outside in ("/x", "/api/v2/statements", "/exports/x/y"):
         reply = requests.get(caller.url.partition("/api/")[0] + outside, timeout=60)
         refused(reply, 403, 404)
 
