@@ -8,10 +8,12 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cortex_training.cli.serve import TOKEN_VARIABLE
+from cortex_training.local.control_client import ServiceControl
 from demo.processes import clean_environment, stop_group
 
 
@@ -21,9 +23,22 @@ class LocalService:
     It accepts one random token, so that a pipeline that loses its credential fails as it would at the real service.
     """
 
-    def __init__(self, folder: Path, *, threads: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int = 2,
+        faults: Sequence[Mapping[str, Any]] | None = None,
+        simulate: str | None = None,
+    ) -> None:
+        """`faults` are rules of bad weather, and, even when there are none, give the service a `control`;
+        `simulate` is how long its operations take, without a model.
+        """
         self.folder = folder
         self.threads = threads
+        self.faults = faults
+        self.simulate = simulate
+        self._ready: dict[str, Any] = {}
         self.base_url = ""
         self.token = secrets.token_hex(24)
         self._process: subprocess.Popen[str] | None = None
@@ -42,6 +57,7 @@ class LocalService:
                     *(sys.executable, "-m", "cortex_training.local", "serve", "--port", "0", "--json-ready"),
                     *("--threads", str(self.threads), "--data-dir", str(self.folder / "data")),
                     *("--execution-log", str(self.folder / "execution.jsonl")),
+                    *self._weather_options(),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -54,8 +70,22 @@ class LocalService:
         if not line:
             said = (self.folder / "service.log").read_text()[-2000:]
             raise RuntimeError(f"the local service did not start:\n{said}")
-        self.base_url = json.loads(line)["base_url"]
+        self._ready = json.loads(line)
+        self.base_url = self._ready["base_url"]
         return self
+
+    @property
+    def control(self) -> ServiceControl:
+        """Raises ControlError without `faults`."""
+        return ServiceControl.of(self._ready)
+
+    def _weather_options(self) -> list[str]:
+        options = [] if self.simulate is None else ["--simulate", self.simulate]
+        if self.faults is not None:
+            path = self.folder / "faults.json"
+            path.write_text(json.dumps({"rules": list(self.faults)}))
+            options += ["--faults", str(path)]
+        return options
 
     def execution_log(self) -> list[dict[str, Any]]:
         """What was really executed, one record per operation."""

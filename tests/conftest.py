@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from cortex_training.local.control_client import ServiceControl
+
 _START_S, _STOP_S = 60.0, 10.0
 
 
@@ -37,6 +39,11 @@ class RunningService:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def control(self) -> ServiceControl:
+        """The control port of a service that was started with `faults`."""
+        return ServiceControl.of(self.ready)
 
     @property
     def url(self) -> str:
@@ -72,8 +79,14 @@ ServiceFactory = Callable[..., RunningService]
 
 
 def start_service(folder: Path, **options: Any) -> RunningService:
-    """Start `serve` with options named as on the command line; True is a bare flag, a list a repeated option."""
+    """Start `serve` with options named as on the command line; True is a bare flag, a list a repeated option.
+
+    `faults` may be the rules themselves, also none of them, instead of a file; it gives the service a `control`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(options.get("faults"), list):
+        rules, options["faults"] = options["faults"], folder / "faults.json"
+        options["faults"].write_text(json.dumps({"rules": rules}))
     log_path = Path(options.pop("execution_log", folder / "executions.jsonl"))
     stderr_path = folder / f"serve-{time.monotonic_ns()}.log"
     settings = {"port": 0, "data_dir": folder / "data", "placing_seconds": 0, **options}
@@ -123,7 +136,7 @@ def local_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 def start_local_service(tmp_path: Path) -> Iterator[ServiceFactory]:
     """A function that starts a service of the test's own: `start_local_service(gpus=8, assume=["…"])`.
 
-    Options are those of `cortex-training serve`. Called again, it starts another one with the same data and execution
+    Options are those of `cortex-training serve`; `faults` may be a list of rules. Called again, it starts another one with the same data and execution
     log unless told otherwise, as after a crash.
     """
     started: list[RunningService] = []

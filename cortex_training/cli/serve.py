@@ -116,9 +116,6 @@ def run_serve(options: argparse.Namespace) -> int:
         return 1
     try:
         settings = ServiceSettings(
-            data_dir=options.data_dir.resolve()
-            if options.data_dir
-            else Path(tempfile.mkdtemp(prefix="cortex-training-")),
             host=options.host,
             port=options.port,
             endpoint=options.endpoint,
@@ -143,6 +140,10 @@ def run_serve(options: argparse.Namespace) -> int:
             session_s=_positive("--session-seconds", options.session_seconds),
             sample_s=_positive("--sample-seconds", options.sample_seconds),
             seal_s=_positive("--seal-seconds", options.seal_seconds),
+            # Last, so that a folder is made only when everything else is right.
+            data_dir=options.data_dir.resolve()
+            if options.data_dir
+            else Path(tempfile.mkdtemp(prefix="cortex-training-")),
         )
 
         def announce(base_url: str, control: ControlServer | None) -> None:

@@ -91,7 +91,8 @@ def build_app(service: Service) -> ASGIApp:
     app.router.redirect_slashes = False
     if service.settings.faults is None:
         return _FrontDoor(app, service)
-    return _FrontDoor(WeatherDoor(app, routes, service.job_weather, service.settings.max_body_bytes), service)
+    longest = max(service.settings.max_body_bytes, _OPERATION_BODY_BYTES)
+    return _FrontDoor(WeatherDoor(app, routes, service.job_weather, longest), service)
 
 
 class _Json(JSONResponse):

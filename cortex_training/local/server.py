@@ -56,7 +56,7 @@ def serve(settings: ServiceSettings, *, announce: Announce, keep_data: bool) -> 
             timeout_keep_alive=75,
             ssl_keyfile=tls.key if tls else None,
             ssl_certfile=tls.certificate if tls else None,
-            http=hangable_protocol(),
+            http=hangable_protocol() if control else "auto",
         ),
         lambda: announce(base_url, control),
         control,

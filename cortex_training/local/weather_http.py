@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request as StarletteRequest
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from cortex_training.local.bodies import read_body
 from cortex_training.local.jobs import Job
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.requests import Request
 from cortex_training.local.weather import Active, Meeting, Weather
 from cortex_training.local.weather_jobs import JobWeather
-from cortex_training.local.weather_rules import BEFORE, ONCE_EXECUTED, RuleError
+from cortex_training.local.weather_rules import BEFORE, ONCE_EXECUTED
 
-_log = logging.getLogger("cortex_training.local")
+_API = "/api/"
 _TRANSPORT: ContextVar[asyncio.Transport] = ContextVar("transport")
 
 
@@ -129,40 +130,35 @@ class WeatherDoor:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = _header(scope, b"authorization")
-        if authorization is not None:
-            try:
-                self._job_weather.tokens.check(authorization)
-            except Refusal as refusal:
-                await _send_reply(_json_reply(refusal.status, refusal.body()), send)
-                return
-        if not self._weather.rules:
-            await self._app(scope, receive, send)
-            return
-        arrival = await self._arrival(scope, receive)
-        if arrival is None:
-            await _send_reply(_json_reply(413, {"code": 413, "message": "the body is too long"}), send)
-            return
         try:
+            self._check_token(scope)
+            if not self._weather.rules:
+                await self._app(scope, receive, send)
+                return
+            arrival = await self._arrival(scope, receive)
             await _send_reply(await self._reply(arrival, self._weather.requested(arrival.meeting)), send)
+        except Refusal as refusal:
+            await _send_reply(_refused(refusal), send)
         except _HungUp:
             return
 
-    async def _arrival(self, scope: Scope, receive: Receive) -> _Arrival | None:
-        """Read the request to its end: who sent all of it cannot tell what became of it. None when it is too long."""
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body_bytes:
-                return None
-            if not message.get("more_body", False):
-                break
-        body = b"".join(parts)
+    def _check_token(self, scope: Scope) -> None:
+        """Raises Refusal (401). Logins and their renewal come by other paths, and can always be had."""
+        authorization = _header(scope, b"authorization")
+        if authorization is not None and scope["path"].startswith(_API):
+            self._job_weather.tokens.check(authorization)
+
+    async def _arrival(self, scope: Scope, receive: Receive) -> _Arrival:
+        """Read the request to its end: who sent all of it cannot tell what became of it.
+
+        Raises Refusal (413) when it is too long, _HungUp when the caller goes away meanwhile.
+        """
+        try:
+            body = await read_body(StarletteRequest(scope, receive), self._max_body_bytes)
+        except Refusal as refusal:
+            if refusal.status == 413:
+                raise
+            raise _HungUp from None
         names, job_id = self._names(scope, body)
         query = scope.get("query_string", b"").decode("latin-1")
         line = f"{scope['method']} {scope['path']}" + (f"?{query}" if query else "")
@@ -236,15 +232,12 @@ class WeatherDoor:
             case "answer":
                 return _answer(act)
             case _:
-                self._happen_to_job(active, arrival)
+                job = self._job_weather.lifecycle.jobs.get(arrival.meeting.job_id or "")
+                self._job_weather.happen(active, job, arrival.authorization)
+                if active.rule.when == BEFORE:
+                    # A token that has just expired is refused already.
+                    self._check_token(arrival.scope)
         return None
-
-    def _happen_to_job(self, active: Active, arrival: _Arrival) -> None:
-        job = self._job_weather.lifecycle.jobs.get(arrival.meeting.job_id or "")
-        try:
-            self._job_weather.apply(active.rule.act, job, arrival.authorization)
-        except RuleError as error:
-            _log.warning("rule %s could not happen to %s: %s", active.rule.name, arrival.meeting.line, error)
 
     async def _handle_late(self, seconds: float, arrival: _Arrival) -> None:
         await asyncio.sleep(seconds)
@@ -305,6 +298,13 @@ async def _send_reply(reply: _Reply, send: Send) -> None:
         _TRANSPORT.get().close()
         return
     await send({"type": "http.response.body", "body": body})
+
+
+def _refused(refusal: Refusal) -> _Reply:
+    reply = _json_reply(refusal.status, refusal.body())
+    if refusal.status == 413:
+        reply.headers.append((b"connection", b"close"))
+    return reply
 
 
 def _json_reply(status: int, document: Any) -> _Reply:

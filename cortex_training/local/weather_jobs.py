@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.requests import Execution
-from cortex_training.local.weather import Meeting, Weather
+from cortex_training.local.weather import Active, Meeting, Weather
 from cortex_training.local.weather_rules import ONCE_EXECUTED, Act, RuleError, what_is_lost
 from cortex_training.states import JobState
 
+_log = logging.getLogger("cortex_training.local")
 _MOST_TOKENS = 10_000
 
 
@@ -97,7 +99,14 @@ class JobWeather:
         """Called for each operation that was executed, before anyone can see that it was."""
         meeting = Meeting((execution.operation,), job_id=job.job_id, global_steps=global_steps)
         for active in self.weather.executed(meeting):
-            self.apply(active.rule.act, job)
+            self.happen(active, job)
+
+    def happen(self, active: Active, job: Job | None, authorization: str | None = None) -> None:
+        """Let a rule that fired take effect. What cannot happen to this job is said in the log."""
+        try:
+            self.apply(active.rule.act, job, authorization)
+        except RuleError as error:
+            _log.warning("rule %s could not happen: %s", active.rule.name, error)
 
     def apply(self, act: Act, job: Job | None, authorization: str | None = None) -> None:
         """Let it happen. Raises RuleError when it needs a job and there is none, or names no sub-job of it."""

@@ -169,7 +169,7 @@ class TrainingEngine:
         digest = hashlib.sha256()
         for name, parameter in sorted(self._model.trained_parameters().items()):
             digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+            digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def full_weights(self) -> Weights:
