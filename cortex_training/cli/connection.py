@@ -27,6 +27,7 @@ _ALIASES = {"url": "base_url", "db": "database"}
 _TEXT = ("base_url", "host", "pat", "database", "schema", "endpoint", "ca_bundle", "proxy")
 _NUMBERS = ("poll_interval", "poll_timeout")
 _FLAGS = ("no_verify_ssl", "verify_ssl")
+_SWITCHES = (*_FLAGS, "create_database")
 _ADDRESS = ("base_url", "host", "pat")
 _ENVIRONMENT = {
     "base_url": ("CORTEX_TRAINING_BASE_URL",),
@@ -52,6 +53,12 @@ def add_global_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--no-verify-ssl", action="store_true", default=None, help="do not verify TLS certificates")
     where.add_argument("--ca-bundle", metavar="FILE", help="certificate authorities to verify with")
     where.add_argument("--proxy", metavar="URL", help="proxy; default: from the environment")
+    where.add_argument(
+        "--create-database",
+        action="store_true",
+        default=None,
+        help="create the database and schema if they are missing",
+    )
     where.add_argument("--poll-interval", type=float, metavar="SECONDS", help="shortest time between two polls")
     where.add_argument("--poll-timeout", type=float, metavar="SECONDS", help="longest wait (default: 1800)")
     parser.add_argument("--compact", action="store_true", help="print JSON on one line")
@@ -105,7 +112,7 @@ def connect_async(options: argparse.Namespace) -> AsyncCortexTrainingClient:
 
 def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Connection:
     """Choose the source of the connection and fill in what it leaves open."""
-    flags = {name: getattr(options, name, None) for name in (*_TEXT, *_NUMBERS, "no_verify_ssl")}
+    flags = {name: getattr(options, name, None) for name in (*_TEXT, *_NUMBERS, "no_verify_ssl", "create_database")}
     flags = {name: value for name, value in flags.items() if value is not None}
     ambient = _from_environment(environment)
     login = _LoginState.read(environment)
@@ -226,14 +233,14 @@ def read_config(name: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in content.items():
         known = _ALIASES.get(key, key)
-        if known not in (*_TEXT, *_NUMBERS, *_FLAGS):
-            names = ", ".join((*_TEXT, *_NUMBERS, *_FLAGS))
+        if known not in (*_TEXT, *_NUMBERS, *_SWITCHES):
+            names = ", ".join((*_TEXT, *_NUMBERS, *_SWITCHES))
             raise ConfigurationError(f"{name}: unknown key {key!r}; known are {names}")
         if value is None:
             continue
-        wanted: Any = str if known in _TEXT else bool if known in _FLAGS else (int, float)
+        wanted: Any = str if known in _TEXT else bool if known in _SWITCHES else (int, float)
         if not isinstance(value, wanted) or (known in _NUMBERS and isinstance(value, bool)):
-            noun = "text" if known in _TEXT else "true or false" if known in _FLAGS else "a number"
+            noun = "text" if known in _TEXT else "true or false" if known in _SWITCHES else "a number"
             raise ConfigurationError(f"{name}: {key} must be {noun}")
         fields[known] = value
     return fields

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cortex_training import identity
 from cortex_training.answers import CreatedJob, Job
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document, read_object
+from cortex_training.cli.waiting import shown
 from cortex_training.config import Hardware
 from cortex_training.errors import ConfigurationError
 from cortex_training.protocol.jobs import check_body
 from cortex_training.states import TERMINAL_JOB_STATES, job_state
+
+if TYPE_CHECKING:
+    from cortex_training.client import CortexTrainingClient
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -30,8 +35,11 @@ def add_parsers(subparsers: Any) -> None:
     get.set_defaults(handler=run_get)
 
     listing = subparsers.add_parser("list", help="print jobs, the newest last")
-    listing.add_argument("--status", help="one state, several separated by commas, or 'active'")
+    which = listing.add_mutually_exclusive_group()
+    which.add_argument("--status", help="one state, several separated by commas, or 'active'")
+    which.add_argument("--all", action="store_true", help="jobs in every state, which is the default")
     listing.add_argument("--user", help="only jobs submitted by this user")
+    listing.add_argument("--since", type=_moment, metavar="TIME", help="created since: RFC 3339, or 90m, 12h, 7d ago")
     listing.add_argument("--limit", type=int, help="only the newest jobs, at most this many")
     listing.set_defaults(handler=run_list)
 
@@ -76,7 +84,7 @@ def run_submit(options: argparse.Namespace) -> int:
     with connect(options) as client:
         reply: CreatedJob | Job = client.create_job_from_body(body)
         if options.wait:
-            reply = client.wait_for_job(reply["job_id"], progress=_state_reporter())
+            reply = _waited(client, reply["job_id"])
     print_document(options, reply)
     return 0
 
@@ -92,6 +100,8 @@ def run_list(options: argparse.Namespace) -> int:
     with connect(options) as client:
         jobs = client.list_jobs(wanted[0] if len(wanted) == 1 and wanted[0] != "active" else None)
     jobs = [job for job in _oldest_first(jobs) if _matches(job, wanted, options.user)]
+    if options.since is not None:
+        jobs = [job for job in jobs if (created := created_at(job)) is not None and created >= options.since]
     if options.limit is not None:
         jobs = jobs[-options.limit :] if options.limit > 0 else []
     print_document(options, {"jobs": jobs})
@@ -114,7 +124,7 @@ def _oldest_first(jobs: list[Job]) -> list[Job]:
 
 def run_wait(options: argparse.Namespace) -> int:
     with connect(options) as client:
-        print_document(options, client.wait_for_job(job_of(options), progress=_state_reporter()))
+        print_document(options, _waited(client, job_of(options)))
     return 0
 
 
@@ -136,17 +146,31 @@ def run_capacity(options: argparse.Namespace) -> int:
     return 0
 
 
-def _state_reporter() -> Callable[[Job], None] | None:
-    """Says on a terminal how a wait goes: one line per change of state."""
-    if not sys.stderr.isatty():
+def _waited(client: CortexTrainingClient, job_id: str) -> Job:
+    """The job once it runs; a terminal shows its state until then."""
+    with shown(f"job {job_id}") as show:
+        return client.wait_for_job(
+            job_id, progress=lambda job: show(f"job {job_id}: {job_state(job.get('status'))} {job.get('reason') or ''}")
+        )
+
+
+def created_at(job: Job) -> datetime.datetime | None:
+    """When a job was created; None where the service does not say, or says something else than a time."""
+    try:
+        created = datetime.datetime.fromisoformat(str(job.get("created_at")))
+    except ValueError:
         return None
-    last = ""
+    return created if created.tzinfo is not None else created.replace(tzinfo=datetime.UTC)
 
-    def report(job: Job) -> None:
-        nonlocal last
-        state = job_state(job.get("status"))
-        if state != last:
-            last = state
-            print(f"job {job.get('job_id', '')}: {state}", file=sys.stderr)
 
-    return report
+def _moment(text: str) -> datetime.datetime:
+    """A time as a person gives it: RFC 3339, or how long ago."""
+    ago = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    try:
+        if ago is not None:
+            seconds = float(ago[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[ago[2]]
+            return datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=seconds)
+        moment = datetime.datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: give 2026-09-01T00:00:00Z, or 90m, 12h, 7d") from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)

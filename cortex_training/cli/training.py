@@ -8,6 +8,7 @@ from typing import Any
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document, read_object
 from cortex_training.cli.jobs import job_of
+from cortex_training.cli.waiting import shown
 from cortex_training.config import CheckpointType
 from cortex_training.errors import ConfigurationError
 from cortex_training.protocol.results import checkpoint_id
@@ -57,9 +58,16 @@ def add_no_poll(parser: argparse.ArgumentParser) -> None:
 def finish(options: argparse.Namespace, client: Any, document: dict[str, Any], *, poll: bool) -> dict[str, Any]:
     """Wait for the request in `document` if asked to, print the document with its result, return the result."""
     if poll:
-        document["result"] = client.poll_request(document["job_id"], document["request_id"])
+        document["result"] = result_of(client, document["job_id"], document["request_id"])
     print_document(options, {name: value for name, value in document.items() if value is not None})
     return document.get("result") or {}
+
+
+def result_of(client: Any, job_id: str, request_id: str) -> dict[str, Any]:
+    """The result of a request; a terminal shows meanwhile what is waited for."""
+    with shown(f"request {request_id}"):
+        result: dict[str, Any] = client.poll_request(job_id, request_id)
+        return result
 
 
 def poll_wish(spec: dict[str, Any]) -> bool:
@@ -99,7 +107,7 @@ def run_save(options: argparse.Namespace) -> int:
         request_id = client.save(job, options.checkpoint_id, options.checkpoint_type)
         document: dict[str, Any] = {"job_id": job, "request_id": request_id}
         if not options.no_poll:
-            document["result"] = client.poll_request(job, request_id)
+            document["result"] = result_of(client, job, request_id)
             document["checkpoint_id"] = checkpoint_id(document["result"])
     print_document(options, document)
     return 0

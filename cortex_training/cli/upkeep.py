@@ -12,6 +12,7 @@ from typing import Any
 from cortex_training.answers import Job
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document
+from cortex_training.cli.jobs import created_at
 from cortex_training.errors import ApiError, ConfigurationError, CortexTrainingError, NotFoundError
 from cortex_training.states import is_terminal_job, job_state
 
@@ -126,19 +127,14 @@ def _is_sweepable(job: Job, options: argparse.Namespace) -> bool:
         return False
     if options.user and str(job.get("submitted_by", "")).lower() != options.user.lower():
         return False
-    age_s = _age_s(job.get("created_at"))
+    age_s = _age_s(job)
     # A job whose age is not known may be a minute old and somebody's.
     return age_s is not None and age_s >= options.older_than
 
 
-def _age_s(created_at: object) -> float | None:
-    try:
-        created = datetime.datetime.fromisoformat(str(created_at))
-    except ValueError:
-        return None
-    if created.tzinfo is None:
-        created = created.replace(tzinfo=datetime.UTC)
-    return (datetime.datetime.now(datetime.UTC) - created).total_seconds()
+def _age_s(job: Job) -> float | None:
+    created = created_at(job)
+    return None if created is None else (datetime.datetime.now(datetime.UTC) - created).total_seconds()
 
 
 def _experiment(client: Any, job_id: str) -> str:

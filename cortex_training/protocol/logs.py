@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from cortex_training.answers import LogPage
 from cortex_training.errors import ApiError
 from cortex_training.protocol.context import Context
 from cortex_training.protocol.jobs import get_job
 from cortex_training.protocol.messages import Flow, Sleep
 from cortex_training.protocol.operations import tail_logs
 from cortex_training.protocol.pace import Bounds, Pace
+from cortex_training.protocol.polling import POLL_REFUSALS
 from cortex_training.states import is_terminal_job
 
 _LOOK_AT_JOB_EVERY_S = 15.0
@@ -42,14 +44,9 @@ class LogStream:
         """The next page that holds entries; None when there will be no more."""
         pace = Pace(self._bounds, self.context.random)
         while True:
-            page = yield from tail_logs(
-                self.context,
-                self.job_id,
-                sub_job_id=self.sub_job_id,
-                sub_job_type=self.sub_job_type,
-                cursor=self.cursor,
-                max_lines=self.max_lines,
-            )
+            page = yield from self._page()
+            if page is None:
+                return None
             # A page that repeats under an unmoved cursor is the same page: yielding it again would never end.
             fresh = self._advance(page.get("next_cursor")) or not self._began
             self._began = True
@@ -61,6 +58,30 @@ class LogStream:
             self._ended = yield from self._job_has_ended()
             if not self._ended:
                 yield Sleep(pace.delay_s(0.0))
+
+    def _page(self) -> Flow[LogPage | None]:
+        """The page after the cursor; None when the job has ended since the last one, and its logs are closed.
+
+        A service serves the logs of jobs that run. One that ended before anything was read is the caller's to hear of.
+        """
+        try:
+            return (
+                yield from tail_logs(
+                    self.context,
+                    self.job_id,
+                    sub_job_id=self.sub_job_id,
+                    sub_job_type=self.sub_job_type,
+                    cursor=self.cursor,
+                    max_lines=self.max_lines,
+                )
+            )
+        except ApiError as refusal:
+            if not self._began or refusal.status not in POLL_REFUSALS:
+                raise
+            self._looked_at_job = -math.inf
+            if not (yield from self._job_has_ended()):
+                raise
+            return None
 
     def _advance(self, following: object) -> bool:
         # An empty cursor must not replace the known one: reading would start again at the first line.

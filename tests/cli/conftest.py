@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
+import os
+import subprocess
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,3 +129,47 @@ def service(environment: pytest.MonkeyPatch) -> Iterator[Service]:
     environment.setenv("CORTEX_TRAINING_DATABASE", "DB")
     yield server
     server.stop()
+
+
+class Terminal:
+    """A person at a command: what it says on its terminal, and its standard output, which is a pipe."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._own, other = os.openpty()
+
+        def take_terminal() -> None:
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        command = [str(Path(sys.executable).with_name("cortex-training")), *arguments]
+        self._process = subprocess.Popen(
+            command, stdin=other, stderr=other, stdout=subprocess.PIPE, preexec_fn=take_terminal
+        )
+        os.close(other)
+        self.said = ""
+
+    def answer(self, prompt: str, text: str) -> None:
+        """Wait for `prompt`, then type."""
+        deadline = time.monotonic() + 60
+        while prompt not in self.said:
+            assert time.monotonic() < deadline, self.said
+            self.said += os.read(self._own, 4096).decode()
+        self.said = self.said.partition(prompt)[2]
+        os.write(self._own, f"{text}\n".encode())
+
+    def end(self) -> tuple[int, str]:
+        out, _ = self._process.communicate(timeout=60)
+        try:
+            while said := os.read(self._own, 4096):
+                self.said += said.decode()
+        except OSError:  # the other side is closed
+            pass
+        os.close(self._own)
+        return self._process.returncode, out.decode()
+
+
+@pytest.fixture
+def at_terminal(environment: pytest.MonkeyPatch) -> type[Terminal]:
+    """Runs `cortex-training` with these arguments in a process of its own, at a terminal."""
+    environment.setenv("TERM", "xterm")
+    return Terminal

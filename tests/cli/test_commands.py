@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import io
 import json
 import subprocess
@@ -310,3 +311,58 @@ def test_the_experiment_run_and_a_deleted_checkpoint(run: Any, service: Any) -> 
     service.answers["DELETE", "/checkpoints/cp_1"] = (204, None)
     done = run("--job", "job-1", "delete-checkpoint", "cp_1")
     assert done.document == {"checkpoint_id": "cp_1", "deleted": True, "job_id": "job-1"}
+
+
+def test_jobs_can_be_listed_since_a_time(run: Any, service: Any) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    jobs = [
+        {"job_id": "young", "created_at": (now - datetime.timedelta(hours=1)).isoformat()},
+        {"job_id": "old", "created_at": "2026-01-01T00:00:00Z"},
+        {"job_id": "undated"},
+    ]
+    service.answers["GET", ""] = {"jobs": jobs}
+
+    def listed(*flags: str) -> list[str]:
+        return [job["job_id"] for job in run("list", *flags).document["jobs"]]
+
+    assert listed("--since", "2h") == ["young"]
+    assert listed("--since", "2026-01-01T00:00:00") == ["old", "young"]
+    assert listed("--all") == listed() == ["old", "young", "undated"]
+    for wrong in (("--since", "yesterday"), ("--since", "99999999999d"), ("--all", "--status", "running")):
+        done = run("list", *wrong)
+        assert (done.code, done.out) == (2, "")
+
+
+def test_a_missing_database_is_created_only_when_asked(run: Any, service: Any, tmp_path: Path) -> None:
+    missing = (404, {"code": "517602", "message": "Database 'DB' does not exist or not authorized."})
+    service.answers["POST", "/statements"] = {"data": []}
+    service.answers["GET", "/job-1"] = missing
+    assert run("get", "job-1").code == 1
+    assert [call.method for call in service.calls] == ["GET"]
+    service.answer_in_turn("GET", "/job-1", [missing, {"status": "running"}])
+    assert run("--create-database", "get", "job-1").document == {"status": "running"}
+    config = tmp_path / "connection.json"
+    config.write_text(json.dumps({"base_url": service.url, "database": "DB", "create_database": True}))
+    service.answer_in_turn("GET", "/job-1", [missing, {"status": "running"}])
+    assert run("--config", str(config), "get", "job-1").code == 0
+
+
+def test_a_terminal_shows_what_is_waited_for(service: Any, at_terminal: Any) -> None:
+    """And standard output, where the JSON goes, shows nothing of it."""
+    states = [{"status": "placing", "reason": "needs 8 GPUs"}] * 3 + [{"status": "running", "job_id": "job-1"}]
+    service.answer_in_turn("GET", "/job-1", states)
+    terminal = at_terminal("wait", "job-1")
+    code, out = terminal.end()
+    assert (code, json.loads(out)["status"]) == (0, "running")
+    assert "job job-1: placing needs 8 GPUs" in terminal.said
+
+    service.answer_in_turn("GET", "/requests/r-1", [{"status": "running"}, {"status": "done", "result": {"n": 1}}])
+    terminal = at_terminal("--job", "job-1", "step")
+    code, out = terminal.end()
+    assert json.loads(out)["result"] == {"n": 1}
+    assert "request r-1" in terminal.said
+
+
+def test_a_file_behind_a_pipe_shows_nothing(run: Any, service: Any) -> None:
+    service.answer_in_turn("GET", "/job-1", [{"status": "placing"}, {"status": "running"}])
+    assert run("wait", "job-1").err == ""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
-import os
-import subprocess
 import sys
-import termios
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -203,45 +198,8 @@ def test_a_file_that_cannot_be_added_to_is_left_alone(tmp_path: Path) -> None:
         assert path.read_text() == text
 
 
-class Terminal:
-    """A person at `login`: what the program says on its terminal, and its standard output, which is a pipe."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._own, other = os.openpty()
-
-        def take_terminal() -> None:
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        command = [str(Path(sys.executable).with_name("cortex-training")), *arguments]
-        self._process = subprocess.Popen(
-            command, stdin=other, stderr=other, stdout=subprocess.PIPE, preexec_fn=take_terminal
-        )
-        os.close(other)
-        self.said = ""
-
-    def answer(self, prompt: str, text: str) -> None:
-        """Wait for `prompt`, then type."""
-        deadline = time.monotonic() + 60
-        while prompt not in self.said:
-            assert time.monotonic() < deadline, self.said
-            self.said += os.read(self._own, 4096).decode()
-        self.said = self.said.partition(prompt)[2]
-        os.write(self._own, f"{text}\n".encode())
-
-    def end(self) -> tuple[int, str]:
-        out, _ = self._process.communicate(timeout=60)
-        try:
-            while said := os.read(self._own, 4096):
-                self.said += said.decode()
-        except OSError:  # the other side is closed
-            pass
-        os.close(self._own)
-        return self._process.returncode, out.decode()
-
-
-def test_a_person_is_asked_and_the_token_is_not_shown(account: Any, tmp_path: Path) -> None:
-    terminal = Terminal("login")
+def test_a_person_is_asked_and_the_token_is_not_shown(account: Any, at_terminal: Any, tmp_path: Path) -> None:
+    terminal = at_terminal("login")
     terminal.answer("Account host or identifier: ", account.url)
     terminal.answer("User: ", "ada")
     terminal.answer("access token (not shown): ", TOKEN)
@@ -254,12 +212,12 @@ def test_a_person_is_asked_and_the_token_is_not_shown(account: Any, tmp_path: Pa
     profile = tomllib.loads((tmp_path / ".snowflake" / "connections.toml").read_text())["cortex-training"]
     assert (profile["token"], profile["schema"]) == (TOKEN, "PUBLIC")
 
-    terminal = Terminal("login")
+    terminal = at_terminal("login")
     terminal.answer("exists (host 127.0.0.1, user ada, database DB, schema PUBLIC). Replace it? [y/N] ", "")
     code, out = terminal.end()
     assert (code, json.loads(out)["profile_created"]) == (0, False)
 
-    terminal = Terminal("login", "--force", "--host", account.url)
+    terminal = at_terminal("login", "--force", "--host", account.url)
     terminal.answer("User [ada]: ", "")
     terminal.answer("(not shown): ", "another")
     terminal.answer("Database [DB]: ", "")

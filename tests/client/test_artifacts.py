@@ -246,6 +246,8 @@ def test_a_client_with_a_token_opens_the_stage_as_its_user(
     assert connection.closed
     assert calls[0] == {
         "host": "127.0.0.1",
+        "port": urlsplit(weather.url).port,
+        "protocol": "http",
         "account": "127.0.0.1",
         "user": "ANN",
         "role": "TRAINER",

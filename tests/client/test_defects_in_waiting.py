@@ -13,6 +13,8 @@ import pytest
 
 from cortex_training import wire
 from cortex_training.errors import (
+    ApiError,
+    ConflictError,
     DeadlineExceeded,
     JobFailed,
     ProtocolError,
@@ -342,6 +344,38 @@ def test_following_logs_ends_with_the_job(client: Any, weather: Any, says: Any) 
         says.Reply(body={"status": "failed"}) if seen.method == "GET" else pages.pop(0) if len(pages) > 1 else pages[0]
     )
     assert list(client.stream_logs("j", follow=True)) == ["a", "last words"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 410])
+def test_following_logs_ends_with_a_job_whose_logs_are_refused_from_then_on(
+    client: Any, weather: Any, says: Any, status: int
+) -> None:
+    pages = [lines(says, "1", "a"), says.Reply(status, {"message": "the job does not run"})]
+    weather.script = lambda seen: (
+        says.Reply(body={"status": "cancelled" if len(pages) == 1 else "running"})
+        if seen.method == "GET"
+        else pages.pop(0)
+        if len(pages) > 1
+        else pages[0]
+    )
+    assert list(client.stream_logs("j", follow=True)) == ["a"]
+
+
+def test_logs_that_are_refused_from_the_start_are_an_error(client: Any, weather: Any, says: Any) -> None:
+    weather.script = lambda seen: (
+        says.Reply(body={"status": "cancelled"}) if seen.method == "GET" else says.Reply(409, {"message": "too late"})
+    )
+    with pytest.raises(ConflictError, match="too late"):
+        list(client.stream_logs("j", follow=True))
+
+
+def test_logs_refused_while_the_job_runs_are_an_error(client: Any, weather: Any, says: Any) -> None:
+    pages = [lines(says, "1", "a"), says.Reply(400, {"message": "no such sub-job"})]
+    weather.script = lambda seen: (
+        says.Reply(body={"status": "running"}) if seen.method == "GET" else pages.pop(0) if len(pages) > 1 else pages[0]
+    )
+    with pytest.raises(ApiError, match="no such sub-job"):
+        list(client.stream_logs("j", follow=True))
 
 
 # The connection
