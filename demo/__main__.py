@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cortex_training.local.models import model_folder
-from cortex_training.training.chart import read_metrics
+from cortex_training.training.metrics import read_metrics
 from demo.heldout import Comparison, Evaluation, compare
 from demo.local_service import LocalService
 from demo.processes import clean_environment

@@ -8,8 +8,10 @@ import contextlib
 import json
 import signal
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +41,14 @@ def add_parsers(subparsers: Any) -> None:
     train.set_defaults(handler=run_train)
 
     runs = subparsers.add_parser("runs", help="what ran in a root, where it is, why it stopped")
-    runs.add_argument("root", metavar="ROOT")
+    runs.add_argument("root", metavar="ROOT", help="a directory, or s3://BUCKET/PREFIX")
+    runs.add_argument("--creds", metavar="LIST", help="where an s3:// root's credentials are: kind:location,…")
     runs.set_defaults(handler=run_runs)
 
     plot = subparsers.add_parser("plot", help="draw the loss of a run as a PNG")
-    plot.add_argument("root", metavar="ROOT")
-    plot.add_argument("--out", metavar="FILE", help="default: loss.png in the root")
+    plot.add_argument("root", metavar="ROOT", help="a directory, or s3://BUCKET/PREFIX")
+    plot.add_argument("--out", metavar="FILE", help="default: loss.png in the root, or here for an s3:// root")
+    plot.add_argument("--creds", metavar="LIST", help="where an s3:// root's credentials are: kind:location,…")
     plot.set_defaults(handler=run_plot)
 
 
@@ -91,7 +95,7 @@ def run_train(options: argparse.Namespace) -> int:
 def run_runs(options: argparse.Namespace) -> int:
     from cortex_training.training import status
 
-    found = status(options.root)
+    found = status(options.root, options.creds)
     state = found.state
     print_document(
         options,
@@ -100,6 +104,8 @@ def run_runs(options: argparse.Namespace) -> int:
             "what": found.what_happened,
             "drivers": found.epochs,
             "entry": found.entry,
+            "gpu_seconds": round(state.gpu_seconds(time.time())),
+            "skipped_batches": list(state.skipped),
             "identity": found.identity,
             "segments": [
                 {
@@ -107,6 +113,7 @@ def run_runs(options: argparse.Namespace) -> int:
                     "job_id": s.job_id,
                     "from_step": s.start_step,
                     "confirmed_step": s.confirmed_step,
+                    "begun_as": s.cause,
                     "begun_because": s.reason,
                     "ended_because": s.ended,
                 }
@@ -119,9 +126,10 @@ def run_runs(options: argparse.Namespace) -> int:
 
 def run_plot(options: argparse.Namespace) -> int:
     from cortex_training.training.chart import draw_losses
+    from cortex_training.training.root import is_bucket
 
-    out = options.out or str(Path(options.root) / "loss.png")
-    print_document(options, {"plot": draw_losses(options.root, out)})
+    out = options.out or ("loss.png" if is_bucket(options.root) else str(Path(options.root) / "loss.png"))
+    print_document(options, {"plot": draw_losses(options.root, out, options.creds)})
     return 0
 
 
@@ -144,7 +152,8 @@ def _progress(plan: TrainingPlan) -> Iterator[ProgressCallback]:
         return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.markup import escape
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
     except ModuleNotFoundError:
         yield lambda seen: print(seen.line(), file=sys.stderr, flush=True)
@@ -154,14 +163,23 @@ def _progress(plan: TrainingPlan) -> Iterator[ProgressCallback]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("start", total=plan.steps, facts="")
+        task = bar.add_task("start", total=plan.steps or None, facts="", left="")
+        left = ""
 
         def show(seen: Progress) -> None:
-            facts = f"loss {seen.loss:.4f}" if seen.loss is not None else seen.message
-            bar.update(task, completed=seen.step, description=seen.stage, facts=facts)
+            nonlocal left
+            if seen.stage == "log":
+                bar.console.print(seen.message, markup=False, highlight=False)
+                return
+            if seen.remaining_s is not None:
+                left = f"{timedelta(seconds=round(seen.remaining_s))} left"
+            facts = " · ".join(seen.facts())
+            bar.update(
+                task, total=seen.steps, completed=seen.step, description=seen.stage, facts=escape(facts), left=left
+            )
 
         yield show
 

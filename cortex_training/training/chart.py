@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 from cortex_training.errors import ConfigurationError
+from cortex_training.training.metrics import read_metrics
 
 
-def read_metrics(root: str) -> list[dict[str, Any]]:
-    """One row per step over all attempts, in step order; a replayed step counts as its last attempt saw it."""
-    rows: dict[int, dict[str, Any]] = {}
-    for path in Path(root).glob("exec/*/metrics.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if row["step"] not in rows or row["epoch"] >= rows[row["step"]]["epoch"]:
-                rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
-
-
-def draw_losses(root: str, out: str) -> str:
+def draw_losses(root: str, out: str, credentials: str | None = None) -> str:
     """Write the loss curve of the run in `root` as a PNG; needs the extra ``plot``. Returns the path."""
-    rows = read_metrics(root)
+    rows = [row for row in read_metrics(root, credentials) if "loss" in row]
     if not rows:
         raise ConfigurationError.of("root", root, "no step of a run has been measured there yet")
     from matplotlib.figure import Figure
@@ -32,7 +18,7 @@ def draw_losses(root: str, out: str) -> str:
     axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], linewidth=1.5)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("mean loss of the step's batches (nats per token)")
-    axes.set_title(f"{Path(root).name}: {rows[0]['loss']:.3f} → {rows[-1]['loss']:.3f}")
+    axes.set_title(f"{root.rstrip('/').rpartition('/')[2]}: {rows[0]['loss']:.3f} → {rows[-1]['loss']:.3f}")
     axes.grid(alpha=0.3)
     figure.savefig(out)
     return out

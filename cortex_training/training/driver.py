@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cortex_training.errors import (
@@ -22,13 +23,16 @@ from cortex_training.errors import (
     ServiceError,
     TransportError,
 )
+from cortex_training.publication.errors import StoreError
 from cortex_training.publication.log import PublicationLog
-from cortex_training.publication.store import PosixStore
+from cortex_training.publication.store import Store
 from cortex_training.states import is_terminal_job, job_state
-from cortex_training.training.journal import JournalWriter, Record, read_journal
+from cortex_training.training.journal import JournalReader, JournalWriter, Record
+from cortex_training.training.metrics import open_metrics
 from cortex_training.training.offload import offload, unbroken
+from cortex_training.training.packs import Packer
 from cortex_training.training.plan import TrainingPlan
-from cortex_training.training.progress import MetricsFile, Progress, ProgressCallback, RunFailed, RunInterrupted
+from cortex_training.training.progress import Pace, Progress, ProgressCallback, RunFailed, RunInterrupted
 from cortex_training.training.state import Operation, RunState, Segment, replay
 
 if TYPE_CHECKING:
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
 
 SEND_WINDOW_S = 3.0
 """How long an intent permits sending, in seconds of the driver's own monotonic clock."""
+
+_LONGEST_WINDOW_S = 120.0
+_WINDOW_PER_APPEND = 4.0
+"""A window is at least so many times as long as writing the last intent took: a slow store must not use it all up."""
 
 
 class Submission(Protocol):
@@ -59,13 +67,19 @@ class SendingWindow:
     waits the window out before it sends anything: the two never send the same operation.
     """
 
-    def __init__(self) -> None:
-        # From before the intent is written, so that the window never outlasts the one the successor waits for.
-        self._until = time.monotonic() + SEND_WINDOW_S
+    def __init__(self, length_s: float) -> None:
+        self.length_s = length_s
+        self.open(time.monotonic())
+
+    def open(self, written: float) -> None:
+        """Begin the window at `written`: from before the record that permits it was written, so that it never outlasts
+        the one the successor waits for.
+        """
+        self._until = written + self.length_s
 
     def __call__(self) -> None:
         if time.monotonic() > self._until:
-            raise SendRefused(f"the intent is older than {SEND_WINDOW_S:g} s; a new one has to be written first")
+            raise SendRefused(f"the intent is older than {self.length_s:g} s; a new one has to be written first")
 
 
 class Driver:
@@ -75,8 +89,9 @@ class Driver:
         self,
         plan: TrainingPlan,
         client: AsyncCortexTrainingClient,
-        store: PosixStore,
+        store: Store,
         writer: JournalWriter,
+        packer: Packer,
         state: RunState,
         *,
         attempt: str,
@@ -90,8 +105,14 @@ class Driver:
         self.state = state
         self.epoch = state.epoch
         self.attempt = attempt
-        self.metrics = MetricsFile(store.locate(f"exec/{attempt}/metrics.jsonl"))
+        self.metrics = open_metrics(store, attempt)
+        self.remote_s = 0.0
+        self.waiting_s = 0.0
+        self.pace = Pace()
         self._writer = writer
+        self._packer = packer
+        self._appending = asyncio.Lock()
+        self._append_s = 0.0
         self._progress = progress
         self._stop = stop
 
@@ -100,7 +121,7 @@ class Driver:
         cls,
         plan: TrainingPlan,
         client: AsyncCortexTrainingClient,
-        store: PosixStore,
+        store: Store,
         *,
         attempt: str = "",
         progress: ProgressCallback | None = None,
@@ -111,26 +132,41 @@ class Driver:
         """
         info = {"host": socket.gethostname(), "pid": os.getpid(), "attempt": attempt}
         epoch = await offload(PublicationLog(store).claim_epoch, info)
-        writer = await offload(JournalWriter.take_over, store, epoch.number, epoch.token, {"info": info})
-        records = await offload(read_journal, store)
+        reader = JournalReader(store)
+        writer = await offload(JournalWriter.take_over, store, epoch.number, epoch.token, {"info": info}, reader)
+        records = await offload(reader.read)
         state = replay(records)
         released = len(records) < 2 or records[-2].type == "released"
         if not released and _may_still_be_sent(state):
-            await asyncio.sleep(SEND_WINDOW_S + 1.0)
+            # A second longer, for clocks that run at different rates.
+            await asyncio.sleep(_last_window_s(state) + 1.0)
         folder = f"{attempt or 'run'}-e{epoch.number}"
-        return cls(plan, client, store, writer, state, attempt=folder, progress=progress, stop=stop)
+        packer = Packer(store, records, reader.packed)
+        return cls(plan, client, store, writer, packer, state, attempt=folder, progress=progress, stop=stop)
 
     # -- journal
     # ---------------------------------------------------------------------------------------------------------
 
     async def record(self, type_: str, body: Mapping[str, Any]) -> Record:
         """Append to the journal and move the state; raises `Superseded` when the run has another driver."""
-        record = await offload(self._writer.append, type_, body)
-        self.state.apply(record)
+        # One at a time: a window that is renewed while a request is answered must not take the answer's number.
+        async with self._appending:
+            record = await offload(self._append, type_, body)
+            self.state.apply(record)
+            self._packer.pack_when_due()
+        return record
+
+    def _append(self, type_: str, body: Mapping[str, Any]) -> Record:
+        record = self._writer.append(type_, body)
+        # In the same thread: a driver that is cancelled meanwhile must not forget a record that is in the journal.
+        self._packer.add(record)
         return record
 
     async def release(self) -> None:
-        """Tell the successor that this driver sends nothing more."""
+        """Tell the successor that this driver sends nothing more, once nothing of it is written any more either."""
+        await self._packer.stop()
+        with contextlib.suppress(StoreError):
+            await offload(self.metrics.close)
         await self.record("released", {})
 
     @property
@@ -150,6 +186,27 @@ class Driver:
         current = self.state.current
         step = facts.pop("step", current.confirmed_step if current else 0)
         self._progress(Progress(stage, step, self.plan.steps, job_id=current.job_id if current else None, **facts))
+
+    def learning_rate(self, step: int) -> float | None:
+        """The rate of a step as the plan and the rollbacks so far have it; None when the job's own setting holds."""
+        rate = self.plan.learning_rate.at(step, self.plan.steps)
+        return None if rate is None else rate * self.state.lr_factor
+
+    @property
+    def gpu_seconds(self) -> float:
+        return self.state.gpu_seconds(time.time())
+
+    @property
+    def budget_is_spent(self) -> bool:
+        return self.plan.max_gpu_seconds is not None and self.gpu_seconds >= self.plan.max_gpu_seconds
+
+    async def pause(self, seconds: float) -> None:
+        """Wait before something is tried again; the waiting is counted, and ends early when the host stops the run."""
+        began = time.monotonic()
+        try:
+            await self.until_stopped(asyncio.sleep(seconds))
+        finally:
+            self.waiting_s += time.monotonic() - began
 
     def check_stop(self) -> None:
         if self._stop is not None and self._stop.is_set():
@@ -184,23 +241,56 @@ class Driver:
                     f"{self.store.root}: {op} of step {step} did not become a request of job {self.segment.job_id} "
                     f"within {self.plan.patience_s:g} s: {problem}"
                 )
-            await self.until_stopped(asyncio.sleep(0.1 if isinstance(problem, SendRefused) else 1.0))
+            await self.pause(0.1 if isinstance(problem, SendRefused) else 1.0)
 
     async def _submit_once(
         self, op: str, step: int, call: Submission, micro_batch: int, attempt: int, repeatable: bool
     ) -> tuple[Operation, Exception | None]:
         """The operation and why it has no request yet, or None when it has one."""
         segment = self.segment
-        window = SendingWindow()
+        window = SendingWindow(self._window_s())
         intent = {"op": op, "segment": segment.number, "step": step, "micro_batch": micro_batch, "attempt": attempt}
+        if window.length_s != SEND_WINDOW_S:
+            intent["window_s"] = window.length_s
+        began = time.monotonic()
         operation = self.state.operation((await self.record("intent", intent)).number)
+        self._append_s = time.monotonic() - began
         try:
-            request_id = await call(permit=window)
+            async with self._renewed(window, operation) if repeatable else contextlib.nullcontext():
+                request_id = await call(permit=window)
         except (SendRefused, TransportError, ApiError) as problem:
             await self._explain(operation, problem, repeatable)
             return operation, problem
         await self.record("sent", {"intent": operation.number, "request_id": request_id})
         return operation, None
+
+    def _window_s(self) -> float:
+        return max(SEND_WINDOW_S, min(_WINDOW_PER_APPEND * self._append_s, _LONGEST_WINDOW_S))
+
+    @contextlib.asynccontextmanager
+    async def _renewed(self, window: SendingWindow, operation: Operation) -> AsyncIterator[None]:
+        """Keep the window open while a call goes on: a batch of many chunks takes longer than one window to send.
+
+        Each renewal is a record, so a driver that has lost the run can't renew, and what it has not sent by the end of
+        its window stays unsent. The chunks that went before are in the group's name: whoever sends it again completes
+        it.
+        """
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(window.length_s / 2)
+                began = time.monotonic()
+                await self.record("renewed", {"intent": operation.number, "window_s": window.length_s})
+                window.open(began)
+
+        task = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # a renewal that failed has closed the window, and that is all it has to do
 
     async def _explain(self, operation: Operation, problem: Exception, repeatable: bool) -> None:
         """Write down why an intent became no request. Returns when a new intent may be tried, raises otherwise."""
@@ -241,10 +331,14 @@ class Driver:
             raise RuntimeError(f"{operation.op} of step {operation.step} was never sent")
         job_id = self.segment.job_id
         timeout_s = self.plan.request_timeout_s
-        found: dict[str, Any] = await self.on_job(
-            f"{operation.op} of step {operation.step}",
-            lambda: self.until_stopped(self.client.poll_request(job_id, request_id, timeout_s=timeout_s)),
-        )
+        began, waited = time.monotonic(), self.waiting_s
+        try:
+            found: dict[str, Any] = await self.on_job(
+                f"{operation.op} of step {operation.step}",
+                lambda: self.until_stopped(self.client.poll_request(job_id, request_id, timeout_s=timeout_s)),
+            )
+        finally:
+            self.remote_s += time.monotonic() - began - (self.waiting_s - waited)
         return found
 
     async def patiently(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -258,7 +352,7 @@ class Driver:
                 if time.monotonic() > patience:
                     raise
                 self.tell("recover", message=f"{what}: {error}")
-            await self.until_stopped(asyncio.sleep(pause))
+            await self.pause(pause)
             pause = min(pause * 2, 15.0)
 
     async def on_job(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -314,13 +408,19 @@ class Driver:
 
 
 def _may_still_be_sent(state: RunState) -> bool:
-    """Whether the predecessor may be about to send: it neither released the run nor recorded an answer to its last
-    intent.
+    """Whether the predecessor may be about to send, unless it released the run: no answer to its last intent is on
+    record.
     """
     if state.current is None or not state.current.operations:
         return False
     last = state.current.operations[-1]
     return last.status == "open" and last.request_id is None
+
+
+def _last_window_s(state: RunState) -> float:
+    if state.current is None or not state.current.operations:
+        return 0.0
+    return state.current.operations[-1].window_s or SEND_WINDOW_S
 
 
 def loss_value(result: Mapping[str, Any]) -> float | str:

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from cortex_training.datasets import Batches
 from cortex_training.training.offload import offload
 
-Position = tuple[int, int]
+Place = tuple[int, int]
+"""A step of an undisturbed run, and a micro-batch of it."""
 
 
 class Frames:
     """Frames by (step, micro-batch), with one frame built ahead in the pool.
 
-    At most two frames are in memory: the one that is being sent and the next one.
+    At most two frames are in memory: the one that is being sent and the next one. `position` says which step's batches
+    a step trains on, which is its own unless some were left out after a divergence.
     """
 
-    def __init__(self, batches: Batches, micro_batches_per_step: int) -> None:
+    def __init__(
+        self, batches: Batches, micro_batches_per_step: int, position: Callable[[int], int] = lambda step: step
+    ) -> None:
         self._batches = batches
         self._per_step = micro_batches_per_step
-        self._ahead: tuple[Position, asyncio.Task[bytes]] | None = None
+        self._position = position
+        self._ahead: tuple[Place, asyncio.Task[bytes]] | None = None
 
     async def frame(self, step: int, micro_batch: int) -> bytes:
         """The frame of a micro-batch; the one after it is begun before this returns."""
-        wanted = (step, micro_batch)
+        wanted = (self._position(step), micro_batch)
         if self._ahead is not None and self._ahead[0] == wanted:
             built = await self._ahead[1]
         else:
             # A recovery jumps back; what was built for another position is of no use.
             await self.drop()
-            built = await offload(self._batches.frame, step, micro_batch)
-        following = (step, micro_batch + 1) if micro_batch + 1 < self._per_step else (step + 1, 0)
+            built = await offload(self._batches.frame, *wanted)
+        more = micro_batch + 1 < self._per_step
+        following = (wanted[0], micro_batch + 1) if more else (self._position(step + 1), 0)
         self._ahead = (following, asyncio.create_task(offload(self._batches.frame, *following)))
         return built
 
     async def tokens(self, step: int) -> int:
         """Tokens of a step, padding left out."""
+        place = self._position(step)
         return await offload(
-            lambda: sum(len(s.tokens) for m in range(self._per_step) for s in self._batches.sequences(step, m))
+            lambda: sum(len(s.tokens) for m in range(self._per_step) for s in self._batches.sequences(place, m))
         )
 
     async def drop(self) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cortex_training.errors import CortexTrainingError
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
+    from cortex_training.training.driver import Driver
 
 _LINES = 5
 _LINE_CHARACTERS = 300
 _PATIENCE_S = 10.0
+_LOG_PAUSE_S = 1.0
 
 
 async def last_error_lines(client: AsyncCortexTrainingClient, job_id: str) -> list[str]:
@@ -47,3 +50,29 @@ def _text(entry: Any) -> str:
     if isinstance(entry, Mapping):
         return str(entry.get("msg") or entry.get("message") or entry.get("_raw") or entry)
     return str(entry)
+
+
+@contextlib.asynccontextmanager
+async def service_log(driver: Driver) -> AsyncIterator[None]:
+    """Hand every new line of the training sub-job's log to the progress callback, stage ``log``, while a run goes on.
+
+    Best effort: what can't be read is left out.
+    """
+    task = asyncio.create_task(_follow(driver))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _follow(driver: Driver) -> None:
+    job_id = ""
+    while True:
+        current = driver.state.current
+        if current is not None and current.job_id != job_id and driver.state.has_run(current.job_id):
+            job_id = current.job_id
+            with contextlib.suppress(CortexTrainingError):
+                async for entry in driver.client.stream_logs(job_id, sub_job_id=f"{job_id}:training:0"):
+                    driver.tell("log", message=_text(entry)[:_LINE_CHARACTERS])
+        await asyncio.sleep(_LOG_PAUSE_S)

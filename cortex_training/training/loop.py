@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from cortex_training.training import operations, segments
 from cortex_training.training.driver import Driver, SegmentLost
 from cortex_training.training.frames import Frames
 from cortex_training.training.journal import Superseded
-from cortex_training.training.last_words import last_error_lines
+from cortex_training.training.last_words import last_error_lines, service_log
 from cortex_training.training.offload import offload, run_slot, unbroken
 from cortex_training.training.plan import TrainingPlan
 from cortex_training.training.progress import ProgressCallback, RunFailed, TrainingResult
@@ -53,19 +52,22 @@ async def run(
     plan.validate()
     async with run_slot():
         dataset = await offload(Dataset.open, plan.dataset)
+        batches = dataset.batches(plan.micro_batch_size, plan.micro_batches_per_step, plan.seed)
+        plan = plan.with_steps(batches.steps_per_pass)
+        plan.validate()
         await _check_against_model(plan, client, dataset)
-        store = await offload(open_root, plan.root)
+        store = await offload(open_root, plan.root, plan.credentials)
         training = None if plan.owns_job else await _training_sub_job(client, plan.job_id or "")
         manifest = dataset.manifest
         identity = plan.identity(
             dataset_sha256=manifest.content_sha256, frame_version=manifest.frame_version, training_sub_job=training
         )
         await offload(claim_identity, store, identity)
-        batches = dataset.batches(plan.micro_batch_size, plan.micro_batches_per_step, plan.seed)
-        frames = Frames(batches, plan.micro_batches_per_step)
         driver = await Driver.claim(plan, client, store, attempt=attempt, progress=progress, stop=stop)
+        frames = Frames(batches, plan.micro_batches_per_step, lambda step: driver.state.position(step))
         try:
-            await _train(driver, frames)
+            async with service_log(driver) if plan.tail_service_log else contextlib.nullcontext():
+                await _train(driver, frames)
             result = await _finish(driver)
         except Superseded:
             raise
@@ -83,19 +85,27 @@ async def run(
         return result
 
 
+class _Diverged(Exception):
+    """A divergence was found and is on record."""
+
+
 async def _train(driver: Driver, frames: Frames) -> None:
     """Train to the last step, in as many segments as it takes."""
-    _stop_if_diverged(driver)
-    if driver.state.finished_steps >= driver.plan.steps:
+    if driver.state.diverged is None and driver.state.finished_steps >= driver.plan.steps:
         return
     recovering = True
     while True:
         try:
+            if driver.state.diverged is not None:
+                await segments.roll_back(driver)
+                recovering = False
             if recovering:
                 await segments.recover(driver)
                 recovering = False
             await _train_segment(driver, frames)
             return
+        except _Diverged:
+            continue
         except SegmentLost as lost:
             await _replace(driver, lost)
             recovering = False
@@ -115,36 +125,47 @@ async def _train_segment(driver: Driver, frames: Frames) -> None:
     """Step by step to the end. Each turn looks at what the journal says is done, so it can begin anywhere."""
     plan = driver.plan
     while True:
-        step = driver.segment.confirmed_step
-        trained_here = step > driver.segment.start_step
-        if trained_here and _due(step, plan.save_every_steps, plan.steps) and not driver.segment.saves(step):
+        segment = driver.segment
+        step = segment.confirmed_step
+        trained_here = step > segment.start_step
+        over_budget = driver.budget_is_spent
+        if over_budget and not trained_here and step < plan.steps:
+            raise RunFailed(segments.budget_spent(driver))
+        last = step >= plan.steps or over_budget
+        due = last or plan.save_is_due(step, time.time() - segment.saved_at)
+        if trained_here and due and not segment.saves(step):
             await operations.save(driver, step)
-        if trained_here and _sync_due(driver, step):
+        if trained_here and _sync_due(driver, step, last):
             await operations.weight_sync(driver, step)
-        if step >= plan.steps:
+        if last:
             # Measured, never stepped: the last save counts only if its weights still give a finite loss.
             loss = await operations.forward_backward(driver, frames, step + 1, 0)
-            await _require_finite(driver, step, loss)
+            await _require_no_divergence(driver, step, loss)
             await operations.publish_verified(driver)
+            if over_budget and step < plan.steps:
+                reason = segments.budget_spent(driver)
+                await driver.record("paused", {"reason": reason})
+                raise RunFailed(reason)
             return
         await _train_step(driver, frames, step + 1)
 
 
 async def _train_step(driver: Driver, frames: Frames, step: int) -> None:
     plan = driver.plan
-    began = time.monotonic()
+    began, remote, waited = time.monotonic(), driver.remote_s, driver.waiting_s
     losses = []
     for micro_batch in range(plan.micro_batches_per_step):
         loss = await operations.forward_backward(driver, frames, step, micro_batch)
-        await _require_finite(driver, step - 1, loss)
+        await _require_no_divergence(driver, step - 1, loss)
         losses.append(loss)
         if micro_batch == 0:
             await operations.publish_verified(driver)
     global_steps = await operations.optimizer_step(driver, step)
     took = time.monotonic() - began
     tokens = await frames.tokens(step)
-    rate = plan.learning_rate.at(step, plan.steps)
+    rate = driver.learning_rate(step)
     mean = sum(losses) / len(losses)
+    remote_s, waiting_s = driver.remote_s - remote, driver.waiting_s - waited
     driver.tell(
         "train",
         step=step,
@@ -152,7 +173,9 @@ async def _train_step(driver: Driver, frames: Frames, step: int) -> None:
         learning_rate=rate,
         step_s=took,
         tokens_per_s=tokens / took if took > 0 else None,
-        remaining_s=took * (plan.steps - step),
+        remote_s=remote_s,
+        waiting_s=waiting_s,
+        remaining_s=driver.pace.remaining_s(step, plan.steps),
     )
     row: dict[str, Any] = {
         "step": step,
@@ -161,6 +184,9 @@ async def _train_step(driver: Driver, frames: Frames, step: int) -> None:
         "global_steps": global_steps,
         "tokens": tokens,
         "seconds": round(took, 3),
+        "remote_s": round(remote_s, 3),
+        "waiting_s": round(waiting_s, 3),
+        "position": driver.state.position(step),
         "segment": driver.segment.number,
         "epoch": driver.epoch,
         "at": time.time(),
@@ -215,22 +241,15 @@ async def _release(driver: Driver) -> None:
         await driver.release()
 
 
-async def _require_finite(driver: Driver, step: int, loss: float) -> None:
-    """Stop at a loss that is not finite: the same batches would diverge again, and nothing of it may be published."""
-    if not math.isfinite(loss):
-        await driver.record("diverged", {"step": step, "loss": str(loss)})
-        _stop_if_diverged(driver)
-
-
-def _stop_if_diverged(driver: Driver) -> None:
-    """A run that diverged stays stopped, or every retry would pay for the same divergence."""
-    diverged = driver.state.diverged
-    if diverged is not None:
-        step, loss = diverged
-        raise RunFailed(
-            f"{driver.store.root}: the loss on the weights of step {step} is {loss}. Nothing of these weights was "
-            "published; lower the learning rate or look at the data of the last steps, then use a new root"
-        )
+async def _require_no_divergence(driver: Driver, step: int, loss: float) -> None:
+    """Stop at a loss, measured on the weights of `step`, that shows a divergence: on record before anything is
+    published, or every retry would pay for the same divergence.
+    """
+    known = driver.state.losses if driver.plan.divergence.loss_factor is not None else {}
+    found = driver.plan.divergence.found_in(loss, [known[k] for k in sorted(known) if k <= step])
+    if found is not None:
+        await driver.record("diverged", {"step": step, "loss": found})
+        raise _Diverged
 
 
 async def _check_against_model(plan: TrainingPlan, client: AsyncCortexTrainingClient, dataset: Dataset) -> None:
@@ -254,12 +273,8 @@ async def _training_sub_job(client: AsyncCortexTrainingClient, job_id: str) -> d
     )
 
 
-def _sync_due(driver: Driver, step: int) -> bool:
+def _sync_due(driver: Driver, step: int, last: bool) -> bool:
     every = driver.plan.weight_sync_every_steps
-    if every is None or not _due(step, every, driver.plan.steps):
+    if every is None or not (last or step % every == 0):
         return False
     return not any(o.status == "done" for o in driver.segment.of("weight_sync", step))
-
-
-def _due(step: int, every: int, steps: int) -> bool:
-    return step % every == 0 or step == steps

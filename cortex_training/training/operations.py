@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -12,7 +11,7 @@ from cortex_training import identity
 from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
 from cortex_training.protocol.results import checkpoint_id
 from cortex_training.publication.prune import prune
-from cortex_training.publication.save import RESUMABLE, SaveManifest
+from cortex_training.publication.save import SaveManifest
 from cortex_training.training.driver import Driver, SegmentLost, loss_value
 from cortex_training.training.frames import Frames
 from cortex_training.training.offload import offload
@@ -68,7 +67,7 @@ async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batc
 async def optimizer_step(driver: Driver, step: int) -> int:
     """Step the optimizer once and return the service's ``global_steps``; a lost answer is settled by a save."""
     segment = driver.segment
-    rate = driver.plan.learning_rate.at(step, driver.plan.steps)
+    rate = driver.learning_rate(step)
     try:
         operation = await driver.submit("step", step, partial(driver.client.step, segment.job_id, rate))
     except OutcomeUnknown as unknown:
@@ -207,7 +206,7 @@ async def publish_verified(driver: Driver) -> str | None:
     manifest = SaveManifest(
         job_id=segment.job_id,
         checkpoint_id=latest.result["checkpoint_id"],
-        checkpoint_type=RESUMABLE,
+        checkpoint_type=driver.plan.checkpoint_type,
         global_steps=latest.result["global_steps"],
         segment=segment.number,
         created_at=latest.result.get("created_at"),
@@ -221,7 +220,7 @@ async def publish_verified(driver: Driver) -> str | None:
 
 
 async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operation]:
-    """A resumable save on the service, and the operation that made it (still open).
+    """A save on the service, and the operation that made it (still open).
 
     Saving twice is harmless, so a save that may be under way is not waited for; a service that never answers one is.
     """
@@ -230,7 +229,7 @@ async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operatio
         if found is not None:
             return _saved(driver, found), operation
         await _close(driver, operation, "refused", {})
-        await driver.until_stopped(asyncio.sleep(1.0))
+        await driver.pause(1.0)
     raise RunFailed(
         f"{driver.store.root}: {_TRIES} saves after step {step} of job {driver.segment.job_id} got no answer; look at "
         "the job's log, then start the plan again: it goes on from the last publication"
@@ -244,7 +243,8 @@ async def _try_to_save(driver: Driver, step: int) -> tuple[dict[str, Any] | None
     if operation is None:
         known = {c["checkpoint_id"] for c in await _checkpoints(driver)}
         try:
-            operation = await driver.submit("save", step, partial(driver.client.save, segment.job_id, None, RESUMABLE))
+            kind = driver.plan.checkpoint_type
+            operation = await driver.submit("save", step, partial(driver.client.save, segment.job_id, None, kind))
         except OutcomeUnknown:
             fresh = [c for c in await _checkpoints(driver) if c["checkpoint_id"] not in known]
             return (fresh[-1] if fresh else None), _open(driver, "save", step)
@@ -272,13 +272,14 @@ def _saved(driver: Driver, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _checkpoints(driver: Driver) -> list[dict[str, Any]]:
-    """The job's resumable checkpoints, oldest first."""
+    """The job's checkpoints of the plan's type, oldest first."""
     job_id = driver.segment.job_id
     listed: list[dict[str, Any]] = await driver.on_job(
         f"list checkpoints of job {job_id}", lambda: driver.client.list_checkpoints(job_id)
     )
-    resumable = [c for c in listed if c.get("checkpoint_type", RESUMABLE) == RESUMABLE]
-    return sorted(resumable, key=lambda c: _created(c.get("created_at")))
+    kind = driver.plan.checkpoint_type
+    wanted = [c for c in listed if c.get("checkpoint_type", kind) == kind]
+    return sorted(wanted, key=lambda c: _created(c.get("created_at")))
 
 
 def _created(value: Any) -> float:

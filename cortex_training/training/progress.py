@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cortex_training.errors import CortexTrainingError
@@ -13,7 +13,13 @@ from cortex_training.errors import CortexTrainingError
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a run. `stage` is ``job``, ``recover``, ``train``, ``save``, ``publish`` or ``done``."""
+    """One moment of a run. `stage` is ``job``, ``recover``, ``train``, ``save``, ``publish``, ``log`` (a line of the
+    service's log) or ``done``.
+
+    Of the `step_s` seconds of a step, `remote_s` were spent on requests that the service had, and `waiting_s` before
+    something was tried again; the rest is the driver's own and the network's. `remaining_s` goes by the last steps,
+    saves included.
+    """
 
     stage: str
     step: int
@@ -23,23 +29,32 @@ class Progress:
     learning_rate: float | None = None
     tokens_per_s: float | None = None
     step_s: float | None = None
+    remote_s: float | None = None
+    waiting_s: float | None = None
     remaining_s: float | None = None
     message: str = ""
 
     def line(self) -> str:
         """One line for a log."""
-        parts = [f"{self.stage} {self.step}/{self.steps}"]
+        left = [] if self.remaining_s is None else [f"{self.remaining_s:.0f} s left"]
+        return " · ".join([f"{self.stage} {self.step}/{self.steps}", *self.facts(), *left])
+
+    def facts(self) -> list[str]:
+        """What is known of this moment beside how far the run is, a few words each."""
+        parts = []
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.learning_rate is not None:
             parts.append(f"lr {self.learning_rate:.3g}")
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        if self.remaining_s is not None:
-            parts.append(f"{self.remaining_s:.0f} s left")
+        if self.remote_s is not None and self.step_s:
+            parts.append(f"{100 * min(self.remote_s / self.step_s, 1.0):.0f} % remote")
+        if self.waiting_s is not None and self.waiting_s >= 0.1:
+            parts.append(f"waited {self.waiting_s:.1f} s")
         if self.message:
             parts.append(self.message)
-        return " · ".join(parts)
+        return parts
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -77,17 +92,19 @@ class RunFailed(CortexTrainingError, RuntimeError):
     """The run cannot go on by itself; the message says why and what to do."""
 
 
-@dataclass
-class MetricsFile:
-    """``metrics.jsonl`` of one attempt: one row per optimizer step."""
+class Pace:
+    """How fast a run goes, from the moments at which its last steps were confirmed."""
 
-    path: str
-    _opened: bool = field(default=False, repr=False)
+    _STEPS = 20
 
-    def append(self, row: dict[str, Any]) -> None:
-        if not self._opened:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            self._opened = True
-        # One write of one line: a reader that follows the file never sees half a row.
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, sort_keys=True) + "\n")
+    def __init__(self) -> None:
+        self._moments: deque[tuple[int, float]] = deque(maxlen=self._STEPS)
+
+    def remaining_s(self, step: int, steps: int) -> float | None:
+        """Seconds until step `steps`, now that `step` is confirmed; None for the first step that this driver makes."""
+        # A replay jumps back, and what was before it says nothing about what comes.
+        if self._moments and step <= self._moments[-1][0]:
+            self._moments.clear()
+        self._moments.append((step, time.monotonic()))
+        (first, began), (last, now) = self._moments[0], self._moments[-1]
+        return (now - began) / (last - first) * (steps - step) if last > first else None

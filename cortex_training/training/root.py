@@ -1,10 +1,11 @@
-"""The directory a run lives in: who the run is, who drives it, what was sent.
+"""The directory, or the place in a bucket, that a run lives in: who the run is, who drives it, what was sent.
 
 ::
 
     <root>/run.json                  the identity fields and their hash; created once
     <root>/epochs/<20 digits>        one per driver start
     <root>/journal/<20 digits>       one record each
+    <root>/journal/packed/<...>      old records put together
     <root>/exec/<attempt>/...        saves, metrics.jsonl
     <root>/pub/<epoch>-<step>-...    publications
 """
@@ -17,18 +18,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from cortex_training.errors import ConfigurationError
+from cortex_training.publication.probe import probe
+from cortex_training.publication.roots import open_store
 from cortex_training.publication.store import PosixStore, Store
+from cortex_training.publication.urls import S3_SCHEME
 from cortex_training.training.plan import canonical_sha256
 
 RUN_FILE = "run.json"
 RUN_VERSION = 1
 
 
-def open_root(root: str) -> PosixStore:
-    """The root's store; the folder is made when its parent is there.
+def open_root(root: str, credentials: str | None = None) -> Store:
+    """The root's store; a folder is made when its parent is there, a bucket must honour conditional writes.
 
-    A missing parent is refused: an unmounted file system must not look like a run that has not begun.
+    A missing parent is refused: an unmounted file system must not look like a run that has not begun. Before a run
+    begins in a bucket, `probe` asks whether of two writers one wins: without that, two drivers would both own the run.
+
+    Raises ConfigurationError, CredentialsError or StoreError.
     """
+    if is_bucket(root):
+        store = open_existing_root(root, credentials)
+        if not store.exists(RUN_FILE):
+            probe(store)
+        return store
     path = os.path.abspath(root)
     if not os.path.isdir(path):
         parent = os.path.dirname(path)
@@ -40,21 +52,43 @@ def open_root(root: str) -> PosixStore:
     return PosixStore(path)
 
 
+def open_existing_root(root: str, credentials: str | None = None) -> Store:
+    """The store of a root that a run was begun in; `credentials` as for `publication.open_store`, for buckets only.
+
+    Raises RootError when the directory does not exist, CredentialsError, StoreError.
+    """
+    return open_store(root, credentials) if is_bucket(root) else PosixStore(root)
+
+
+def is_bucket(root: str) -> bool:
+    return root.startswith(S3_SCHEME)
+
+
 def claim_identity(store: Store, identity: Mapping[str, Any]) -> None:
     """Write ``run.json``, or compare with the one that is there; raises `ConfigurationError` naming the field that
     differs.
+
+    A field that one side does not tell is not compared: an older release did not write it, or the service does not say
+    it of somebody else's job.
     """
     document = {"v": RUN_VERSION, "identity": dict(identity), "identity_sha256": canonical_sha256(identity)}
     if store.create(RUN_FILE, json.dumps(document, sort_keys=True, indent=1).encode() + b"\n"):
         return
     known = read_identity(store)
-    for name in sorted({*identity, *known}):
-        if canonical_sha256(identity.get(name)) != canonical_sha256(known.get(name)):
-            raise ConfigurationError.of(
-                f"plan ({name})",
-                identity.get(name),
-                f"the run in {store.root} was begun with {known.get(name)!r}; use another root, or that plan",
+    for name in sorted({*identity} & {*known}):
+        mine, theirs = identity[name], known[name]
+        if mine is None or theirs is None or canonical_sha256(mine) == canonical_sha256(theirs):
+            continue
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            inner = next(
+                key
+                for key in sorted({*mine, *theirs})
+                if canonical_sha256(mine.get(key)) != canonical_sha256(theirs.get(key))
             )
+            name, mine, theirs = f"{name}.{inner}", mine.get(inner), theirs.get(inner)
+        raise ConfigurationError.of(
+            f"plan ({name})", mine, f"the run in {store.root} was begun with {theirs!r}; use another root, or that plan"
+        )
 
 
 def read_identity(store: Store) -> dict[str, Any]:

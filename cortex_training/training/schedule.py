@@ -37,7 +37,13 @@ class LearningRate:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def validate(self, steps: int) -> None:
+    def validate(self, steps: int | None) -> None:
+        """Raises `ConfigurationError` naming the field; `steps` is None while the run's length is not known yet."""
+        for name in ("peak", "warmup_steps", "floor"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) or (name != "warmup_steps" and isinstance(value, float))
+            if isinstance(value, bool) or not whole or not math.isfinite(value):
+                raise ConfigurationError.of(f"learning_rate.{name}", value, "give a finite number")
         if self.schedule not in _KINDS:
             raise ConfigurationError.of("learning_rate.schedule", self.schedule, f"use one of {', '.join(_KINDS)}")
         if self.schedule == "job":
@@ -46,12 +52,14 @@ class LearningRate:
                     "learning_rate.schedule", "job", "peak, warmup_steps and floor need constant, linear or cosine"
                 )
             return
-        if not (isinstance(self.peak, (int, float)) and math.isfinite(self.peak) and self.peak > 0):
+        if self.peak <= 0:
             raise ConfigurationError.of("learning_rate.peak", self.peak, "give a finite rate above 0, e.g. 1e-4")
         if not 0 <= self.floor <= self.peak:
             raise ConfigurationError.of("learning_rate.floor", self.floor, "give a rate between 0 and peak")
-        if not 0 <= self.warmup_steps <= steps:
-            raise ConfigurationError.of("learning_rate.warmup_steps", self.warmup_steps, f"give 0 to steps ({steps})")
+        if self.warmup_steps < 0 or (steps is not None and self.warmup_steps > steps):
+            raise ConfigurationError.of(
+                "learning_rate.warmup_steps", self.warmup_steps, f"give 0 to steps ({steps or 'of the run'})"
+            )
 
     def at(self, step: int, steps: int) -> float | None:
         """The rate of step `step` (from 1) of `steps`, or None when the job's own setting holds."""

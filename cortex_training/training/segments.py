@@ -16,15 +16,15 @@ from cortex_training.errors import (
 )
 from cortex_training.publication.errors import SaveError
 from cortex_training.publication.save import RESUMABLE, SaveManifest
-from cortex_training.publication.store import PosixStore
-from cortex_training.states import is_terminal_job
+from cortex_training.publication.store import Store
+from cortex_training.states import is_terminal_job, job_state
 from cortex_training.training import operations
 from cortex_training.training.driver import Driver, SegmentLost
 from cortex_training.training.journal import Superseded, read_journal
 from cortex_training.training.offload import offload, unbroken
 from cortex_training.training.plan import canonical_sha256
 from cortex_training.training.progress import RunFailed
-from cortex_training.training.state import Base, Segment, replay
+from cortex_training.training.state import CONTINUATION, FIRST, MOVE, REPLACEMENT, ROLLBACK, Base, Segment, replay
 from cortex_training.training.teardown import ENDED
 
 
@@ -35,13 +35,23 @@ async def recover(driver: Driver) -> None:
     """
     current = driver.state.current
     if current is None:
-        await _begin(driver, base=None, reason="first start")
+        await _begin(driver, base=None, reason="first start", cause=FIRST)
     elif current.owned != driver.plan.owns_job or driver.plan.job_id not in (None, current.job_id):
         if current.owned:
             await cancel(driver, current.job_id)
-        await _begin(driver, base=await base_of(driver, current), reason="the plan names another job")
+        await _begin(driver, base=await base_of(driver, current), reason="the plan names another job", cause=MOVE)
     elif current.given_up is not None:
         raise SegmentLost(current.given_up)
+    elif current.complete and await _has_ended(driver):
+        # It did all that it was asked for, and was let go of. More steps, or a larger budget, are not a loss.
+        if not driver.plan.owns_job:
+            raise RunFailed(
+                f"{driver.store.root}: job {current.job_id} has ended after step {current.confirmed_step}. More steps "
+                "need a new job, and a plan with job_id may not create one: give the plan sub_jobs, or name another job; it "
+                "starts from the last publication"
+            )
+        base = await _base_to_go_on_from(driver, current, f"job {current.job_id} has ended")
+        await _begin(driver, base=base, reason="there is more to do", cause=CONTINUATION)
     await ensure_running(driver)
     unsettled = driver.segment.unsettled_step
     if unsettled is not None:
@@ -66,15 +76,67 @@ async def replace(driver: Driver, lost: SegmentLost) -> None:
             f"{driver.store.root}: {lost.reason}. Going on needs a new job, and a plan with job_id may not create "
             "one: give the plan sub_jobs, or run it on another job; it starts from the last publication"
         )
-    if len(driver.state.segments) > driver.plan.max_replacements:
+    base = await _base_to_go_on_from(driver, segment, lost.reason)
+    if driver.state.replacements >= driver.plan.max_replacements:
         raise RunFailed(
             f"{driver.store.root}: {lost.reason}. {driver.plan.max_replacements} replacements were used; raise "
             "max_replacements to go on"
         )
     if segment.owned:
         await cancel(driver, segment.job_id)
-    await _begin(driver, base=await base_of(driver, segment), reason=lost.reason)
+    await _begin(driver, base=base, reason=lost.reason, cause=REPLACEMENT)
     await ensure_running(driver)
+
+
+async def roll_back(driver: Driver) -> None:
+    """Go back to the last publication in a new job, with something changed, after a divergence that is on record.
+
+    One record begins the new segment and says what is changed: a crash before it leaves the divergence to be dealt
+    with, one after it an ordinary segment. Raises RunFailed when the plan stops here.
+    """
+    segment, policy = driver.segment, driver.plan.divergence
+    if driver.state.diverged is None:
+        return
+    step, loss = driver.state.diverged
+    what = f"{driver.store.root}: the loss on the weights of step {step} is {loss}"
+    kept = "Nothing of these weights was published"
+    if policy.action != "rollback":
+        raise RunFailed(
+            f"{what}. {kept}; lower the learning rate or look at the data of the last steps, then use a new root, or "
+            'let the plan go back to the last publication (divergence.action = "rollback")'
+        )
+    if driver.state.rollbacks >= policy.max_rollbacks:
+        raise RunFailed(
+            f"{what}. {kept}; {driver.state.rollbacks} rollbacks were used. Look at the data and the learning rate, "
+            "then raise divergence.max_rollbacks or use a new root"
+        )
+    base = await base_of(driver, segment)
+    first = base.step + 1 if base else 1
+    # The weights of `step` were measured by the batches of the step behind it: either these are bad or the weights.
+    seen = range(max(first, step + 2 - policy.skip_batches), step + 2)
+    skipped = [driver.state.position(k) for k in seen]
+    driver.tell("recover", message=f"{what}; going back to step {first - 1}")
+    if not segment.ended:
+        await driver.record("ended", {"reason": f"diverged: the loss on the weights of step {step} is {loss}"})
+    await cancel(driver, segment.job_id)
+    change = {"skipped": skipped, "lr_factor": policy.lr_factor}
+    await _begin(driver, base=base, reason=f"diverged at step {step}: loss {loss}", cause=ROLLBACK, **change)
+    await ensure_running(driver)
+
+
+async def _base_to_go_on_from(driver: Driver, segment: Segment, why: str) -> Base | None:
+    """`base_of`, unless the plan says that nothing may go on from a save."""
+    if driver.plan.resume == "none":
+        raise RunFailed(
+            f'{driver.store.root}: {why}, and a plan with resume = "none" does not go on in another job. Use a new '
+            "root, or resumable saves"
+        )
+    return await base_of(driver, segment)
+
+
+async def _has_ended(driver: Driver) -> bool:
+    job = await driver.job()
+    return job is None or is_terminal_job(job.get("status")) or job_state(job.get("status")) == "cancelling"
 
 
 async def base_of(driver: Driver, segment: Segment) -> Base | None:
@@ -127,6 +189,8 @@ async def ensure_running(driver: Driver) -> None:
             f"{driver.store.root}: job {job_id} was not running within {driver.plan.running_timeout_s:g} s; wait for "
             "capacity, or raise running_timeout_s"
         ) from error
+    if segment.owned and not driver.state.has_run(job_id):
+        await driver.record("running", {"job_id": job_id, "gpus": driver.plan.gpus})
     if not segment.owned and segment.base is not None and not segment.loaded:
         await operations.load(driver)
 
@@ -151,9 +215,11 @@ async def cancel(driver: Driver, job_id: str) -> None:
         await driver.record("cancelled", {"job_id": job_id})
 
 
-async def _begin(driver: Driver, *, base: Base | None, reason: str) -> None:
+async def _begin(driver: Driver, *, base: Base | None, reason: str, cause: str, **change: Any) -> None:
     """Write the segment's record, and with it the id of its job, before the job exists."""
     owned = driver.plan.owns_job
+    if driver.budget_is_spent:
+        raise RunFailed(budget_spent(driver))
     await driver.record(
         "segment",
         {
@@ -162,7 +228,16 @@ async def _begin(driver: Driver, *, base: Base | None, reason: str) -> None:
             "owned": owned,
             "base": asdict(base) if base else None,
             "reason": reason,
+            "cause": cause,
+            **change,
         },
+    )
+
+
+def budget_spent(driver: Driver) -> str:
+    return (
+        f"{driver.store.root}: {driver.gpu_seconds:.0f} GPU seconds were used and max_gpu_seconds is "
+        f"{driver.plan.max_gpu_seconds:g}; raise it to go on from the last publication"
     )
 
 
@@ -191,7 +266,7 @@ async def _create(driver: Driver) -> None:
         raise
 
 
-def _is_driven(store: PosixStore, job_id: str) -> bool:
+def _is_driven(store: Store, job_id: str) -> bool:
     """Whether the run has a driver that knows this job: it may have found it running, and trains in it by now."""
     records = read_journal(store)
     newest = next(r for r in reversed(records) if r.type == "takeover")

@@ -9,6 +9,10 @@ from typing import Any
 
 from cortex_training.training.journal import Record
 
+FIRST, REPLACEMENT, ROLLBACK, CONTINUATION, MOVE = "first", "replacement", "rollback", "continuation", "move"
+"""Why a segment began: with the run; for a lost job; after a divergence; for more steps or a larger budget; because
+the plan names another job."""
+
 
 @dataclass
 class Operation:
@@ -25,6 +29,7 @@ class Operation:
     request_id: str | None = None
     status: str = "open"
     result: dict[str, Any] = field(default_factory=dict)
+    window_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,27 +55,53 @@ class Segment:
     owned: bool
     base: Base | None
     reason: str
+    cause: str = REPLACEMENT
     operations: list[Operation] = field(default_factory=list)
     ended: str | None = None
     rescued: Base | None = None
     created: bool = False
+    complete: bool = False
+    saved_at: float = 0.0
+    _of: dict[tuple[str, int], list[Operation]] = field(default_factory=dict, repr=False)
+    _losses: dict[int, dict[int, float]] = field(default_factory=dict, repr=False)
+    _confirmed: list[Operation] = field(default_factory=list, repr=False)
 
     @property
     def start_step(self) -> int:
         return self.base.step if self.base else 0
 
+    def add(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        self._of.setdefault((operation.op, operation.step), []).append(operation)
+
+    def close(self, operation: Operation, status: str, result: Mapping[str, Any], at: float) -> None:
+        """Take note of what became of an operation."""
+        operation.status, operation.result = status, dict(result)
+        if status != "done":
+            return
+        if operation.op == "forward_backward" and result.get("loss") is not None:
+            # A loss that is not finite is journalled as text, since JSON has no word for it.
+            self._losses.setdefault(operation.step, {})[operation.micro_batch] = float(result["loss"])
+        elif operation.op == "save" and not result.get("settles"):
+            self.saved_at = at
+        elif operation.op == "step":
+            self._confirmed.append(operation)
+
     def of(self, op: str, step: int | None = None) -> list[Operation]:
-        return [o for o in self.operations if o.op == op and (step is None or o.step == step)]
+        if step is not None:
+            return self._of.get((op, step), [])
+        return [o for o in self.operations if o.op == op]
 
     @property
     def confirmed_step(self) -> int:
         """The last step that the service confirmed (its result, or the save that settled it)."""
-        return max((o.step for o in self.of("step") if o.status == "done"), default=self.start_step)
+        return self._confirmed[-1].step if self._confirmed else self.start_step
 
     @property
     def unsettled_step(self) -> Operation | None:
         """A step that may or may not have been executed."""
-        return next((o for o in self.of("step") if o.status == "open" and o.step > self.confirmed_step), None)
+        behind = self.of("step", self.confirmed_step + 1)
+        return next((o for o in behind if o.status == "open"), None)
 
     @property
     def gradients_are_pending(self) -> bool:
@@ -85,7 +116,7 @@ class Segment:
             return self.ended
         if self.rescued is not None:
             return f"step {self.rescued.step + 1} was sent and may still land on job {self.job_id}"
-        failed = next((o for o in self.of("step") if o.status == "failed"), None)
+        failed = next((o for o in self.of("step", self.confirmed_step + 1) if o.status == "failed"), None)
         return f"step {failed.step} failed on job {self.job_id}" if failed else None
 
     @property
@@ -95,7 +126,7 @@ class Segment:
     @property
     def offset(self) -> int | None:
         """``global_steps`` minus the step's number, as the first confirmed step of the segment showed it."""
-        first = min((o for o in self.of("step") if o.status == "done"), key=lambda o: o.step, default=None)
+        first = self._confirmed[0] if self._confirmed else None
         return first.result["global_steps"] - first.step if first else None
 
     @property
@@ -120,18 +151,19 @@ class Segment:
         """
         if self.offset is None:
             return False
-        counts = {o.step for o in self.of("step") if o.status == "done"}
-        agrees = any(o.result["global_steps"] - o.step == self.offset for o in self.saves())
-        return self.offset == self.predicted_offset or len(counts) > 1 or agrees
+        if self.offset == self.predicted_offset or len(self._confirmed) > 1:
+            return True
+        return any(o.result["global_steps"] - o.step == self.offset for o in self.saves())
 
     def loss(self, step: int) -> float | None:
         """Mean loss of the confirmed micro-batches of a step: it was measured on the weights of ``step - 1``."""
-        losses: dict[int, float] = {}
-        for o in self.of("forward_backward", step):
-            if o.status == "done" and o.result.get("loss") is not None:
-                # A loss that is not finite is journalled as text, since JSON has no word for it.
-                losses[o.micro_batch] = float(o.result["loss"])
+        losses = self._losses.get(step)
         return sum(losses.values()) / len(losses) if losses else None
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss of every step that was measured in this segment."""
+        return {step: sum(found.values()) / len(found) for step, found in self._losses.items()}
 
     def weights_are_finite(self, step: int) -> bool:
         """Whether a finite loss was measured on the weights that `step` steps made."""
@@ -150,13 +182,23 @@ class Segment:
 
 @dataclass
 class RunState:
-    """A run, replayed."""
+    """A run, replayed.
+
+    `skipped` are the data positions (steps of an undisturbed run) that rollbacks left out, `lr_factor` is what they
+    multiplied the learning rate with.
+    """
 
     epoch: int = 0
     segments: list[Segment] = field(default_factory=list)
     finished_steps: int = 0
+    paused: str | None = None
     diverged: tuple[int, str] | None = None
+    skipped: tuple[int, ...] = ()
+    lr_factor: float = 1.0
     cancelled: set[str] = field(default_factory=set)
+    _running: dict[str, tuple[float, int]] = field(default_factory=dict, repr=False)
+    _stopped: dict[str, float] = field(default_factory=dict, repr=False)
+    _operations: dict[int, tuple[Segment, Operation]] = field(default_factory=dict, repr=False)
 
     @property
     def current(self) -> Segment | None:
@@ -168,14 +210,40 @@ class RunState:
         return list(dict.fromkeys(s.job_id for s in self.segments if s.owned))
 
     @property
+    def replacements(self) -> int:
+        """Jobs that took the place of a lost one; going on after a clean end, or after a rollback, is none."""
+        return sum(1 for s in self.segments if s.cause == REPLACEMENT)
+
+    @property
+    def rollbacks(self) -> int:
+        return sum(1 for s in self.segments if s.cause == ROLLBACK)
+
+    def position(self, step: int) -> int:
+        """Which step's batches `step` trains on: its own, unless a rollback left some out before them."""
+        position = step
+        for skipped in self.skipped:
+            if position >= skipped:
+                position += 1
+        return position
+
+    def has_run(self, job_id: str) -> bool:
+        return job_id in self._running
+
+    def gpu_seconds(self, now: float) -> float:
+        """GPU seconds of the run's own jobs from when each was seen running to its end, or to `now` (UTC seconds).
+
+        A job that was lost unseen counts until somebody noticed.
+        """
+        return sum(
+            max(0.0, self._stopped.get(job_id, now) - since) * gpus for job_id, (since, gpus) in self._running.items()
+        )
+
+    @property
     def losses(self) -> dict[int, float]:
         """Loss per step; where a step was replayed, the last segment's word counts."""
         out: dict[int, float] = {}
         for segment in self.segments:
-            for o in segment.of("forward_backward"):
-                loss = segment.loss(o.step)
-                if loss is not None:
-                    out[o.step] = loss
+            out.update(segment.losses)
         return out
 
     def apply(self, record: Record) -> None:
@@ -185,7 +253,7 @@ class RunState:
             handler(self, record)
 
     def operation(self, number: int) -> Operation:
-        return next(o for s in reversed(self.segments) for o in reversed(s.operations) if o.number == number)
+        return self._operations[number][1]
 
 
 def replay(records: Iterable[Record]) -> RunState:
@@ -202,7 +270,16 @@ def _takeover(state: RunState, record: Record) -> None:
 def _segment(state: RunState, record: Record) -> None:
     body = record.body
     base = Base.from_dict(body["base"]) if body.get("base") else None
-    state.segments.append(Segment(body["segment"], body["job_id"], body["owned"], base, body["reason"]))
+    # Records of version 1 name no cause: all but the first segment counted as replacements there.
+    cause = body.get("cause") or (REPLACEMENT if state.segments else FIRST)
+    segment = Segment(body["segment"], body["job_id"], body["owned"], base, body["reason"], cause)
+    segment.saved_at = record.at
+    state.segments.append(segment)
+    state.paused = None
+    if cause == ROLLBACK:
+        state.diverged = None
+        state.skipped = tuple(sorted({*state.skipped, *body["skipped"]}))
+        state.lr_factor *= body["lr_factor"]
 
 
 def _adopted(state: RunState, record: Record) -> None:
@@ -217,11 +294,13 @@ def _created(state: RunState, record: Record) -> None:
 
 def _intent(state: RunState, record: Record) -> None:
     body = record.body
-    state.segments[-1].operations.append(
-        Operation(
-            record.number, body["op"], body["segment"], body["step"], body.get("micro_batch", 0), body.get("attempt", 0)
-        )
+    operation = Operation(
+        record.number, body["op"], body["segment"], body["step"], body.get("micro_batch", 0), body.get("attempt", 0)
     )
+    operation.window_s = body.get("window_s")
+    segment = state.segments[-1]
+    segment.add(operation)
+    state._operations[record.number] = (segment, operation)
 
 
 def _sent(state: RunState, record: Record) -> None:
@@ -229,9 +308,8 @@ def _sent(state: RunState, record: Record) -> None:
 
 
 def _outcome(state: RunState, record: Record) -> None:
-    operation = state.operation(record.body["intent"])
-    operation.status = record.body["status"]
-    operation.result = dict(record.body.get("result") or {})
+    segment, operation = state._operations[record.body["intent"]]
+    segment.close(operation, record.body["status"], record.body.get("result") or {}, record.at)
 
 
 def _rescued(state: RunState, record: Record) -> None:
@@ -240,7 +318,18 @@ def _rescued(state: RunState, record: Record) -> None:
 
 
 def _ended(state: RunState, record: Record) -> None:
-    state.segments[-1].ended = record.body["reason"]
+    segment = state.segments[-1]
+    segment.ended = record.body["reason"]
+    state._stopped.setdefault(segment.job_id, record.at)
+
+
+def _running(state: RunState, record: Record) -> None:
+    state._running.setdefault(record.body["job_id"], (record.at, record.body["gpus"]))
+
+
+def _paused(state: RunState, record: Record) -> None:
+    state.paused = record.body["reason"]
+    state.segments[-1].complete = True
 
 
 def _diverged(state: RunState, record: Record) -> None:
@@ -248,11 +337,14 @@ def _diverged(state: RunState, record: Record) -> None:
 
 
 def _cancelled(state: RunState, record: Record) -> None:
-    state.cancelled.add(record.body["job_id"])
+    job_id = record.body["job_id"]
+    state.cancelled.add(job_id)
+    state._stopped.setdefault(job_id, record.at)
 
 
 def _finished(state: RunState, record: Record) -> None:
     state.finished_steps = record.body["steps"]
+    state.segments[-1].complete = True
 
 
 _HANDLERS = {
@@ -268,4 +360,6 @@ _HANDLERS = {
     "diverged": _diverged,
     "cancelled": _cancelled,
     "finished": _finished,
+    "paused": _paused,
+    "running": _running,
 }

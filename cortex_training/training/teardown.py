@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cortex_training.errors import ConflictError, CortexTrainingError, NotFoundError
+from cortex_training.publication.errors import RootError
 from cortex_training.publication.log import PublicationLog
-from cortex_training.publication.store import PosixStore
 from cortex_training.states import is_terminal_job
-from cortex_training.training.journal import FOLDER, JournalWriter, Superseded, read_journal
+from cortex_training.training.journal import JournalWriter, Superseded, last_number, read_journal
 from cortex_training.training.offload import offload
-from cortex_training.training.root import read_identity
+from cortex_training.training.root import open_existing_root, read_identity
 from cortex_training.training.state import RunState, Segment, replay
 
 if TYPE_CHECKING:
@@ -44,27 +43,32 @@ class RunStatus:
             return f"diverged at step {self.state.diverged[0]}"
         if current is None:
             return "not begun"
-        if self.state.finished_steps:
+        if self.state.finished_steps >= current.confirmed_step > 0:
             return f"finished {self.state.finished_steps} steps"
+        if self.state.paused:
+            return f"paused after step {current.confirmed_step}: {self.state.paused}"
         if current.ended:
             return f"lost its job: {current.ended}"
         return f"confirmed step {current.confirmed_step}, goes on with the next driver"
 
 
-def status(root: str) -> RunStatus:
-    """Read a run's root. Raises RootError when it does not exist, FileNotFoundError when no run was begun in it."""
-    store = PosixStore(root)
+def status(root: str, credentials: str | None = None) -> RunStatus:
+    """Read a run's root. Raises RootError when it does not exist, FileNotFoundError when no run was begun in it.
+
+    `credentials`, here and below, is the plan's, for roots in a bucket.
+    """
+    store = open_existing_root(root, credentials)
     latest = PublicationLog(store).latest()
     state = replay(read_journal(store))
     return RunStatus(store.root, read_identity(store), state, state.epoch, latest.name if latest else None)
 
 
-def take_away(root: str) -> None:
+def take_away(root: str, credentials: str | None = None) -> None:
     """Take the run from whoever drives it, and drive it no further: the next journal record of a living driver fails.
 
     Blocks on the store. The next driver may still go on with the run.
     """
-    store = PosixStore(root)
+    store = open_existing_root(root, credentials)
     while True:
         epoch = PublicationLog(store).claim_epoch(ENDED)
         try:
@@ -74,28 +78,28 @@ def take_away(root: str) -> None:
         return
 
 
-async def end_run(root: str, client: AsyncCortexTrainingClient) -> list[str]:
+async def end_run(root: str, client: AsyncCortexTrainingClient, credentials: str | None = None) -> list[str]:
     """Cancel every job of the run in `root`, and see to it that nobody creates another one; returns those alive.
 
     For teardowns and kills. A driver that is still alive somewhere would take the cancellation of its job for a loss
     and replace it, so the run is taken from it first. A root without a run has no jobs.
     """
-    if not await offload(_has_journal, root):
+    if not await offload(_has_journal, root, credentials):
         return []
-    await offload(take_away, root)
-    return await cancel_jobs(root, client)
+    await offload(take_away, root, credentials)
+    return await cancel_jobs(root, client, credentials)
 
 
-async def cancel_jobs(root: str, client: AsyncCortexTrainingClient) -> list[str]:
+async def cancel_jobs(root: str, client: AsyncCortexTrainingClient, credentials: str | None = None) -> list[str]:
     """Cancel every job that the run in `root` created, replacements included; returns the ids that were still alive.
 
     It writes nothing and leaves the run with its driver, who may replace a job that it finds cancelled: `end_run` is
     for runs that shall end. Jobs that somebody else owns are left alone. The newest job goes first, and one that can't
     be cancelled keeps none of the others alive: the first such error is raised in the end.
     """
-    if not await offload(_has_journal, root):
+    if not await offload(_has_journal, root, credentials):
         return []
-    state = replay(await offload(read_journal, PosixStore(root)))
+    state = replay(await offload(lambda: read_journal(open_existing_root(root, credentials))))
     cancelled: list[str] = []
     problems: list[CortexTrainingError] = []
     for segment in reversed([s for s in state.segments if s.owned]):
@@ -128,5 +132,8 @@ async def _cancel_if_alive(client: AsyncCortexTrainingClient, segment: Segment) 
             await asyncio.sleep(0.5)
 
 
-def _has_journal(root: str) -> bool:
-    return os.path.isdir(os.path.join(root, FOLDER))
+def _has_journal(root: str, credentials: str | None) -> bool:
+    try:
+        return bool(last_number(open_existing_root(root, credentials)))
+    except RootError:
+        return False

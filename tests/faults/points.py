@@ -28,6 +28,7 @@ UNDISTURBED = (
     ("record segment", STORED, START),
     ("send create", SENT, START),
     ("record created", STORED, START),
+    ("record running", STORED, START),
     ("record intent forward_backward", STORED, MEASURED),
     ("send fwd-bwd", SENT, MEASURED),
     ("record sent forward_backward", STORED, MEASURED),

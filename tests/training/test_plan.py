@@ -32,7 +32,10 @@ def test_a_plan_survives_json():
     ("changes", "field"),
     [
         ({"root": " "}, "plan.root"),
-        ({"root": "s3://bucket/run"}, "plan.root"),
+        ({"root": "s3://bucket/run"}, "plan.credentials"),
+        ({"root": "s3://bucket/run", "credentials": "AKIA…"}, "plan.credentials"),
+        ({"credentials": "secret:/mnt/creds"}, "plan.credentials"),
+        ({"root": "s3:/bucket/run"}, "plan.root"),
         ({"dataset": ""}, "plan.dataset"),
         ({"steps": 0}, "plan.steps"),
         ({"steps": True}, "plan.steps"),
