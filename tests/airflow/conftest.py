@@ -134,7 +134,7 @@ def task_run():
 @pytest.fixture
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triggers may fire at once: nothing here can mistake an early event for a lost task."""
-    for module in ("operators.request_leg", "operators.train", "sensors.base"):
+    for module in ("operators.request_leg", "operators.train", "operators.jobs", "sensors.base"):
         monkeypatch.setattr(importlib.import_module(f"airflow_cortex_training.{module}"), "DEFER_GRACE_S", 0.0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_cortex_training.operators.base import clear_failures
+from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.operators.checkpoints import (
     CortexTrainingExportOperator,
     CortexTrainingLoadOperator,

@@ -203,7 +203,7 @@ class TestJob:
 
 
 class TestVersions:
-    @pytest.mark.parametrize("changes", [{"v": 2}, {"colour": "blue"}])
+    @pytest.mark.parametrize("changes", [{"v": 3}, {"colour": "blue"}])
     async def test_a_newer_trigger_is_refused_when_it_runs(self, scripted, conn, changes) -> None:
         # An exception in the constructor would end Airflow's trigger runner with every other wait in it.
         for make in (request_trigger, job_trigger):

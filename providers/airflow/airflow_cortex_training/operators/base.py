@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.configuration import conf
-from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from cortex_training.errors import (
-    AuthError,
-    ConfigurationError,
-    CortexTrainingError,
-    JobFailed,
-    NotFoundError,
-    RequestFailed,
-)
-
-if TYPE_CHECKING:
-    from cortex_training.client import CortexTrainingClient
+from cortex_training.errors import ConfigurationError
 
 DEFER_GRACE_S = 10.0
 """A trigger emits nothing earlier than this after the deferral: Airflow 3.3 may take an event that overtakes the end of
 the first leg for a lost task and fail it."""
 
-_PERMANENT = (ConfigurationError, AuthError, NotFoundError)
+INLINE_S = 12.0
+"""How long a worker looks by itself before it defers."""
+
+BACKSTOP_S = 900.0
+"""Airflow's own limit of a deferral is so much later than the trigger's deadline; it is for the night no triggerer
+runs."""
 
 
 def default_deferrable() -> bool:
@@ -95,31 +88,3 @@ def require_text(owner: BaseOperator, name: str, value: object) -> str:
         value,
         "give an id; an empty one usually is the XCom of a task that did not run",
     )
-
-
-@contextlib.contextmanager
-def clear_failures(client: CortexTrainingClient | None = None) -> Iterator[None]:
-    """Turn errors that a retry cannot mend into `AirflowFailException`; to the others add error lines of the job's log.
-
-    The tail of the job's log is asked for only when the job or a request failed, once, and never hides the failure.
-    """
-    try:
-        yield
-    except _PERMANENT as error:
-        raise AirflowFailException(str(error)) from error
-    except (JobFailed, RequestFailed) as error:
-        words = _last_words(client, error.job_id) if client is not None else ""
-        if not words:
-            raise
-        # In place, so that the type stays what retry policies match on.
-        error.args = (f"{error}\nLast error lines of the job's log:\n{words}", *error.args[1:])
-        raise
-
-
-def _last_words(client: CortexTrainingClient, job_id: str) -> str:
-    from cortex_training.training.last_words import error_lines
-
-    try:
-        return "\n".join(error_lines(client.tail_logs(job_id, max_lines=200)))
-    except CortexTrainingError:
-        return ""

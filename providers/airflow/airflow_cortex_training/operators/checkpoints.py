@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_cortex_training.durable import DurableRecord
-from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures, require_text, with_fields
+from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.operators.base import CortexTrainingOperator, require_text, with_fields
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
 from airflow_cortex_training.roots import open_log
 from cortex_training.config import CheckpointType

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook, BaseOperator
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_cortex_training.operators.base import clear_failures, require_text, with_fields
+from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.operators.base import require_text, with_fields
 from cortex_training.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk import XComArg
-from airflow.sdk.exceptions import AirflowFailException
+from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout
 
 from airflow_cortex_training.durable import DurableRecord
-from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures
+from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.links import CortexTrainingJobLink, job_url, note
+from airflow_cortex_training.operators.base import (
+    BACKSTOP_S,
+    DEFER_GRACE_S,
+    INLINE_S,
+    CortexTrainingOperator,
+    default_deferrable,
+    require_text,
+)
 from airflow_cortex_training.run_folder import end_run
+from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
 from cortex_training.config import SubJobConfig, check_matching_lora
 from cortex_training.errors import (
     ConfigurationError,
     ConflictError,
     CortexTrainingError,
+    DeadlineExceeded,
+    JobFailed,
     NotFoundError,
 )
 from cortex_training.identity import new_job_id
@@ -28,10 +44,11 @@ if TYPE_CHECKING:
     from cortex_training.client import CortexTrainingClient
 
 JOB_ID_KEY = "job_id"
+_LOOK_S = 1.0
 
 
 class CortexTrainingCreateJobOperator(CortexTrainingOperator):
-    """Create a job, once, however often the task is tried. Does not wait until it runs.
+    """Create a job, once, however often the task is tried, and on demand wait until it runs.
 
     The job's id is written to the task's state before the job is created. A retry finds it and adopts the job; a job
     that ended in the meantime is replaced. When the task is cleared the old job is cancelled and a new one is
@@ -44,6 +61,12 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
         idle_timeout_seconds: the service ends a job that got no request for so long. Between tasks and retries nobody
             talks to the job, so choose it longer than ``retries * retry_delay`` plus the scheduler's own gaps.
         pending_timeout_seconds: the service gives up a job that got no GPUs for so long.
+        wait_for_completion: succeed only when the job runs. A try that waits in vain leaves the job to the next try;
+            the last one cancels it.
+        timeout_s: longest wait of one try, seconds; ``execution_timeout`` shortens it.
+        deferrable: wait in the triggerer; default is Airflow's ``[operators] default_deferrable``.
+        inline_s: how long a deferrable task looks on the worker first.
+        cancel_on_kill: whether the job is cancelled when a user ends the task while it creates or waits.
 
     Returns (XCom): the job's id. It is also pushed as ``job_id`` *before* the job is created; `job_id_output` refers
     to that one.
@@ -57,6 +80,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
         "idle_timeout_seconds",
         "pending_timeout_seconds",
     )
+    operator_extra_links = (CortexTrainingJobLink(),)
 
     def __init__(
         self,
@@ -66,9 +90,19 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
         experiment_name: str | None = None,
         idle_timeout_seconds: int | None = None,
         pending_timeout_seconds: int | None = None,
+        wait_for_completion: bool = False,
+        timeout_s: float = 86_400.0,
+        deferrable: bool | None = None,
+        inline_s: float = INLINE_S,
+        cancel_on_kill: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.wait_for_completion = wait_for_completion
+        self.timeout_s = timeout_s
+        self.deferrable = default_deferrable() if deferrable is None else deferrable
+        self.inline_s = inline_s
+        self.cancel_on_kill = cancel_on_kill
         self.sub_jobs = sub_jobs
         self.hardware = hardware
         self.experiment_name = experiment_name
@@ -87,19 +121,102 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
             settings = hook.settings()
             body = self._body(context, default_hardware=settings.hardware)
             record = DurableRecord(context)
-            with hook.get_conn() as client:
+        with hook.get_conn() as client:
+            with clear_failures():
                 if record.superseded:
                     cancel_quietly(client, record.superseded.get("job_id"), self.log.info)
-                job_id = self._adopt(client, record, body)
-                if job_id is None:
-                    job_id = self._create(client, record, body, context)
-        self.log.info("job %s is the job of this run", job_id)
+                job_id = self._adopt(client, record, body) or self._create(client, record, body, context)
+            self._created = (client, job_id)
+            note(self, CortexTrainingJobLink, job_url(settings, job_id))
+            self.log.info("job %s is the job of this run", job_id)
+            if not self.wait_for_completion:
+                return job_id
+            limit_s = self.time_limit_s(self.timeout_s)
+            wait_s = min(self.inline_s, limit_s) if self.deferrable else limit_s
+            with self._gives_up_at_last(client, job_id, context), clear_failures(client):
+                if self._runs_within(client, job_id, wait_s):
+                    return job_id
+                if wait_s >= limit_s:
+                    raise self._too_late(job_id)
+        return self._defer(record, job_id, limit_s - wait_s)
+
+    def execute_complete(self, context: Context, event: dict[str, Any] | None = None, job_id: str | None = None) -> str:
+        """The worker leg after the trigger's event."""
+        event = event or {}
+        job_id = event.get("job_id") or job_id or (DurableRecord(context).current or {}).get("job_id")
+        with clear_failures():
+            job_id = require_text(self, "job_id", job_id)
+        with self.hook.get_conn() as client:
+            note(self, CortexTrainingJobLink, job_url(client, job_id))
+            with self._gives_up_at_last(client, job_id, context), clear_failures(client):
+                status, error = event.get("status", Status.RUNNING), str(event.get("error") or "")
+                if status == Status.TIMEOUT:
+                    raise self._too_late(job_id)
+                if status == Status.ENDED:
+                    raise JobFailed(job_id=job_id, state=str(event.get("state") or "unknown"), reason=error)
+                if status != Status.RUNNING:
+                    raise AirflowFailException(f"waiting for job {job_id}: {error or 'the wait ended'}")
         return job_id
 
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        try:
+            return super().resume_execution(next_method, next_kwargs, context)
+        except TaskDeferralError as error:
+            job_id = (DurableRecord(context).current or {}).get("job_id")
+            # A limit that passed with nobody there to tell: no event and no execute_complete will come. A trigger that
+            # crashed leaves the job to the next try, if there is one.
+            if isinstance(error, TaskDeferralTimeout) or is_last_try(context):
+                with self.hook.get_conn() as client:
+                    cancel_quietly(client, job_id, self.log.info)
+            raise
+
     def on_kill(self) -> None:
-        if self._created is not None:
+        if self._created is not None and self.cancel_on_kill:
             client, job_id = self._created
             cancel_quietly(client, job_id, self.log.info)
+
+    def _runs_within(self, client: CortexTrainingClient, job_id: str, wait_s: float) -> bool:
+        try:
+            client.wait_for_job(job_id, timeout_s=max(wait_s, 0.1))
+        except DeadlineExceeded:
+            return False
+        return True
+
+    def _defer(self, record: DurableRecord, job_id: str, left_s: float) -> NoReturn:
+        now = time.time()
+        self.defer(
+            trigger=CortexTrainingJobTrigger(
+                target=self.target.to_kwargs(),
+                job_id=job_id,
+                started=now,
+                not_before=now + DEFER_GRACE_S,
+                deadline=now + left_s,
+                generation=record.generation,
+                cancel_on_kill=self.cancel_on_kill,
+            ),
+            method_name="execute_complete",
+            kwargs={"job_id": job_id},
+            timeout=timedelta(seconds=left_s + BACKSTOP_S),
+        )
+
+    def _too_late(self, job_id: str) -> DeadlineExceeded:
+        limit_s = self.time_limit_s(self.timeout_s)
+        return DeadlineExceeded(
+            f"job {job_id} did not run within {limit_s:.0f} s; a retry waits for it again, the last try cancels it",
+            timeout_s=limit_s,
+        )
+
+    @contextlib.contextmanager
+    def _gives_up_at_last(self, client: CortexTrainingClient, job_id: str, context: Context) -> Iterator[None]:
+        """Between tries the job stays: the retry goes on with it. After the last one nobody would."""
+        try:
+            yield
+        except JobFailed:
+            raise
+        except (CortexTrainingError, AirflowFailException) as error:
+            if isinstance(error, AirflowFailException) or is_last_try(context):
+                cancel_quietly(client, job_id, self.log.info)
+            raise
 
     def _adopt(self, client: CortexTrainingClient, record: DurableRecord, body: Mapping[str, Any]) -> str | None:
         """The job that an earlier try of this generation created and that is still worth something."""
@@ -145,7 +262,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
             # The client adopts a job that exists under our id; it is raised only when that job can't be used any more.
             raise AirflowFailException(f"{error} Clear the task to start with a new id.") from error
         except CortexTrainingError:
-            if context["ti"].try_number > context["ti"].max_tries:
+            if is_last_try(context):
                 # Nobody will look for the job again: a create whose answer was lost must not leave it allocated.
                 cancel_quietly(client, job_id, self.log.info)
             raise
@@ -185,6 +302,9 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
         job_id: a job, or a list of jobs; None and empty texts are ignored, because a create that never ran left none.
         root: root of a training run; every job in its journal is cancelled, replacements included, and a driver that is
             still alive somewhere can create no other.
+        wait_for_completion: succeed only when the jobs of `job_id` have ended and hold no GPUs any more. Waits on the
+            worker: a cancelled job ends soon.
+        timeout_s: longest such wait, seconds.
 
     Returns (XCom): the ids that were asked to end.
     """
@@ -192,10 +312,20 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
     template_fields = (*CortexTrainingOperator.template_fields, "job_id", "root")
     ui_color = "#f4e3e3"
 
-    def __init__(self, *, job_id: str | Sequence[str] | None = None, root: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        job_id: str | Sequence[str] | None = None,
+        root: str | None = None,
+        wait_for_completion: bool = False,
+        timeout_s: float = 600.0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.job_id = job_id
         self.root = root
+        self.wait_for_completion = wait_for_completion
+        self.timeout_s = timeout_s
 
     def execute(self, context: Context) -> list[str]:
         named = [self.job_id] if isinstance(self.job_id, str) else list(self.job_id or [])
@@ -204,10 +334,36 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
             hook = self.hook
             with hook.get_conn() as client:
                 cancelled = [job_id for job_id in job_ids if cancel_job(client, job_id)]
+                if self.wait_for_completion:
+                    self._wait_for_ends(client, job_ids)
             if self.root:
                 cancelled += end_run(hook.settings(), str(self.root))
         self.log.info("cancelled: %s", ", ".join(cancelled) or "nothing, no job was left")
         return cancelled
+
+    def _wait_for_ends(self, client: CortexTrainingClient, job_ids: Sequence[str]) -> None:
+        deadline = time.monotonic() + float(self.timeout_s)
+        alive = list(job_ids)
+        while alive := [job_id for job_id in alive if not _has_ended(client, job_id)]:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"{', '.join(alive)} did not end within {self.timeout_s:.0f} s of being cancelled; a retry cancels "
+                    "and waits again",
+                    timeout_s=float(self.timeout_s),
+                )
+            time.sleep(_LOOK_S)
+
+
+def is_last_try(context: Context) -> bool:
+    """Whether no retry follows this try."""
+    return bool(context["ti"].try_number > context["ti"].max_tries)
+
+
+def _has_ended(client: CortexTrainingClient, job_id: str) -> bool:
+    try:
+        return is_terminal_job(client.get_job(job_id).get("status"))
+    except NotFoundError:
+        return True
 
 
 def cancel_job(client: CortexTrainingClient, job_id: str) -> bool:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk.exceptions import AirflowSkipException
 
-from airflow_cortex_training.operators.base import CortexTrainingOperator, clear_failures, with_fields
+from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.operators.base import CortexTrainingOperator, with_fields
 from airflow_cortex_training.roots import open_log
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 

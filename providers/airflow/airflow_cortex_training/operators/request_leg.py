@@ -11,19 +11,23 @@ settled by the operator's own rule, because nobody can know whether that POST ar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralTimeout
 
 from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.links import CortexTrainingJobLink, job_url, note
 from airflow_cortex_training.operators.base import (
+    BACKSTOP_S,
     DEFER_GRACE_S,
+    INLINE_S,
     CortexTrainingOperator,
-    clear_failures,
     default_deferrable,
     require_text,
     with_fields,
@@ -47,9 +51,7 @@ if TYPE_CHECKING:
 
     from cortex_training.client import CortexTrainingClient
 
-INLINE_S = 12.0
 RESULT_TIMEOUT_S = 600.0
-BACKSTOP_S = 900.0
 MAX_TRIGGER_BYTES = 1000
 
 
@@ -61,6 +63,12 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         timeout_s: longest wait for the request, over all legs of one try; ``execution_timeout`` shortens it.
         deferrable: wait in the triggerer; default is Airflow's ``[operators] default_deferrable``.
         inline_s: how long a worker polls before it defers. Most requests end within it and save the second leg.
+        wait_for_completion: without it the task ends when the request is sent, with ``job_id`` and ``request_id`` as
+            its result; `CortexTrainingRequestSensor` waits for it then.
+        cancel_on_kill: whether the request is cancelled when a user ends the task, or Airflow's own limit of the
+            deferral passes; default depends on the operation.
+
+    When the job ends, the task fails for good: the job is another task's to replace.
 
     Subclasses give `operation`, `submit` and `finish`, and override `check` and `settle_intent` where their call
     needs it.
@@ -69,7 +77,8 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
     template_fields = (*CortexTrainingOperator.template_fields, "job_id")
 
     operation: ClassVar[str]
-    cancel_on_kill: ClassVar[bool] = False
+    operator_extra_links = (CortexTrainingJobLink(),)
+    cancels_on_kill: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -78,9 +87,13 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         timeout_s: float = 1800.0,
         deferrable: bool | None = None,
         inline_s: float = INLINE_S,
+        wait_for_completion: bool = True,
+        cancel_on_kill: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**with_fields(kwargs))
+        self.wait_for_completion = wait_for_completion
+        self.cancel_on_kill = self.cancels_on_kill if cancel_on_kill is None else cancel_on_kill
         self.job_id = job_id
         self.timeout_s = timeout_s
         self.deferrable = default_deferrable() if deferrable is None else deferrable
@@ -123,9 +136,12 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             hook = self.hook
             trigger = self._trigger(record, request_id="0" * 36, started=time.time(), limit_s=self.timeout_s)
             _check_kwargs(trigger)
-        with hook.get_conn() as client, clear_failures(client):
+        with hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
+            note(self, CortexTrainingJobLink, job_url(client, self.job_id))
             request_id = self._request_of_earlier_try(client, record) or self._submit(client, record)
             self._submitted = (client, self.job_id, request_id)
+            if not self.wait_for_completion:
+                return {"job_id": self.job_id, "request_id": request_id}
             if self.cancel_on_kill:
                 record.publish_token(request_id)
             started = float((record.current or {}).get("started") or time.time())
@@ -165,7 +181,8 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         with clear_failures():
             request_id = require_text(self, "request_id", request_id)
             hook = self.hook
-        with hook.get_conn() as client, clear_failures(client):
+        with hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
+            note(self, CortexTrainingJobLink, job_url(client, self.job_id))
             self._submitted = (client, self.job_id, request_id)
             if status == Status.SETTLED:
                 return self._complete(client, record, request_id, RESULT_TIMEOUT_S, context)
@@ -185,6 +202,10 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             _cancel_request_quietly(client, job_id, request_id, self.log)
 
     # Steps of the legs
+
+    def _names(self) -> dict[str, str]:
+        """What every message about a failure must name."""
+        return {"job": self.job_id, "request": self._submitted[2] if self._submitted else ""}
 
     def _request_of_earlier_try(self, client: CortexTrainingClient, record: DurableRecord) -> str | None:
         """The request to wait for again, or None when (another) one has to be sent."""
@@ -272,6 +293,15 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         if self.cancel_on_kill and isinstance(request_id, str) and request_id:
             with self.hook.get_conn() as client:
                 _cancel_request_quietly(client, self.job_id, request_id, self.log)
+
+
+@contextlib.contextmanager
+def _final_with_its_job() -> Iterator[None]:
+    """A job that ended does not come back, however often its request is asked for or sent."""
+    try:
+        yield
+    except JobFailed as error:
+        raise AirflowFailException(str(error)) from error
 
 
 def _cancel_request_quietly(client: CortexTrainingClient, job_id: str, request_id: str, log: Any) -> None:

@@ -101,7 +101,7 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
         "routing_key",
     )
     operation = "generate"
-    cancel_on_kill = True
+    cancels_on_kill = True
 
     def __init__(
         self,

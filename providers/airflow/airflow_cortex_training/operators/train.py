@@ -13,15 +13,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout
 
 from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.links import (
+    CortexTrainingCheckpointLink,
+    CortexTrainingJobLink,
+    CortexTrainingRunLink,
+    job_url,
+    location_url,
+    note,
+    run_url,
+)
 from airflow_cortex_training.operators.base import (
+    BACKSTOP_S,
     DEFER_GRACE_S,
     CortexTrainingOperator,
-    clear_failures,
     default_deferrable,
     with_fields,
 )
 from airflow_cortex_training.operators.checkpoints import attempt_id
-from airflow_cortex_training.operators.jobs import default_experiment_name
+from airflow_cortex_training.operators.jobs import default_experiment_name, is_last_try
 from airflow_cortex_training.run_folder import end_run, is_over, next_folder, write_plan
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
@@ -36,7 +46,6 @@ if TYPE_CHECKING:
     from cortex_training.training import Progress, TrainingResult
 
 WEEK_S = 7 * 86_400.0
-BACKSTOP_S = 900.0
 KILL_S = 20.0
 
 ON_CLEAR = ("resume", "restart")
@@ -67,6 +76,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             when it is over.
         deferrable: default is Airflow's ``[operators] default_deferrable``.
         on_clear: see above.
+        cancel_on_kill: whether the jobs of the run are cancelled when a user ends the task. Without it they live on to
+            their idle timeout, or until the teardown cancels them.
 
     Returns (XCom): the run's `cortex_training.training.TrainingResult`: ``root``, ``job_id``, ``steps``,
     ``global_steps``, ``first_loss``, ``last_loss``, ``checkpoint_id``, ``entry``, ``segments``, ``epoch``.
@@ -74,6 +85,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
 
     template_fields = (*CortexTrainingOperator.template_fields, "plan")
     ui_color = "#c9e8f7"
+    operator_extra_links = (CortexTrainingRunLink(), CortexTrainingJobLink(), CortexTrainingCheckpointLink())
 
     def __init__(
         self,
@@ -82,9 +94,11 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         timeout_s: float = WEEK_S,
         deferrable: bool | None = None,
         on_clear: str = "resume",
+        cancel_on_kill: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**with_fields(kwargs))
+        self.cancel_on_kill = cancel_on_kill
         self.plan = plan
         self.timeout_s = timeout_s
         self.deferrable = default_deferrable() if deferrable is None else deferrable
@@ -100,6 +114,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             plan = self._checked_plan(context, settings)
             record = DurableRecord(context)
             plan = self._rooted(plan, record)
+            self._note_links(context, settings, plan)
             attempt, nonce = attempt_id(context), new_token()
             record.write(root=plan.root, attempt=attempt)
             record.publish_token(plan.root)
@@ -121,6 +136,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
                 not_before=now + DEFER_GRACE_S,
                 deadline=now + limit_s,
                 generation=record.generation,
+                cancel_on_kill=self.cancel_on_kill,
             ),
             method_name="execute_complete",
             kwargs={"root": plan.root},
@@ -135,6 +151,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         root = event.get("root") or root or (DurableRecord(context).current or {}).get("root")
         if event.get("status") == Status.TRAINED:
             result = dict(event["result"])
+            self._note_result(result)
             self.log.info("trained %s steps, loss %s -> %s", result["steps"], result["first_loss"], result["last_loss"])
             self._trained = result
             return result
@@ -166,7 +183,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         return of_training(plan, self._trained, self.hook.settings())
 
     def on_kill(self) -> None:
-        if self._driving is None:
+        if self._driving is None or not self.cancel_on_kill:
             return
         root, settings = self._driving
         # Airflow calls this from a signal handler, on the thread whose event loop drives the run: another loop needs
@@ -241,6 +258,21 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     def _tell(self, moment: Progress) -> None:
         self.log.info("%s", moment.line())
 
+    # What users see beside the log
+
+    def _note_links(self, context: Context, settings: ConnectionSettings, plan: TrainingPlan) -> None:
+        note(self, CortexTrainingRunLink, run_url(context))
+        note(self, CortexTrainingCheckpointLink, location_url(plan.root))
+        if plan.job_id:
+            note(self, CortexTrainingJobLink, job_url(settings, plan.job_id))
+
+    def _note_result(self, result: Mapping[str, Any]) -> None:
+        if result.get("entry"):
+            from cortex_training.publication import Entry
+
+            location = Entry.parse(str(result["entry"]), str(result["root"])).location
+            note(self, CortexTrainingCheckpointLink, location_url(location))
+
     # After
 
     def _too_late(self, root: str) -> DeadlineExceeded:
@@ -253,7 +285,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
 
     def _cancel_if_last_try(self, context: Context, root: str | None) -> None:
         """Between tries the job stays: the retry goes on with it. After the last one nobody would."""
-        if context["ti"].try_number > context["ti"].max_tries:
+        if is_last_try(context):
             self._cancel_journal(root)
 
     def _cancel_journal(self, root: str | None) -> None:

@@ -25,8 +25,9 @@ from airflow.sdk.exceptions import (
 
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from airflow_cortex_training.operators.base import DEFER_GRACE_S, clear_failures, default_deferrable
+from airflow_cortex_training.operators.base import BACKSTOP_S, DEFER_GRACE_S, INLINE_S, default_deferrable
 from airflow_cortex_training.triggers import waiting
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.waiting import is_transient
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.triggers.base import BaseTrigger
 
-INLINE_S = 12.0
 INLINE_LOOK_S = 2.0
-BACKSTOP_S = 900.0
 
 _BY_TIMEOUT, _BY_EXECUTION_TIMEOUT = "timeout", "execution_timeout"
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.sdk.exceptions import AirflowFailException
 
+from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from airflow_cortex_training.operators.base import clear_failures, require_text
+from airflow_cortex_training.links import CortexTrainingJobLink, job_url, note
+from airflow_cortex_training.operators.base import require_text
 from airflow_cortex_training.sensors.base import CortexTrainingSensor
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
@@ -32,6 +34,8 @@ class CortexTrainingWaitForRunningSensor(CortexTrainingSensor):
 
     template_fields = (*CortexTrainingSensor.template_fields, "job_id")
 
+    operator_extra_links = (CortexTrainingJobLink(),)
+
     def __init__(self, *, job_id: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.job_id = job_id
@@ -41,6 +45,7 @@ class CortexTrainingWaitForRunningSensor(CortexTrainingSensor):
         self.job_id = require_text(self, "job_id", self.job_id)
 
     def look(self, source: CortexTrainingClient) -> str | None:
+        note(self, CortexTrainingJobLink, job_url(source, self.job_id))
         job = source.get_job(self.job_id)
         state = job_state(job.get("status"))
         if state != self._state:

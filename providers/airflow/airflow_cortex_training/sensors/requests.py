@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk.exceptions import AirflowFailException
 
+from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from airflow_cortex_training.operators.base import clear_failures, require_text, with_fields
+from airflow_cortex_training.links import CortexTrainingJobLink, job_url, note
+from airflow_cortex_training.operators.base import require_text, with_fields
 from airflow_cortex_training.sensors.base import CortexTrainingSensor
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.requests import CortexTrainingRequestTrigger
@@ -35,6 +37,8 @@ class CortexTrainingRequestSensor(CortexTrainingSensor):
 
     template_fields = (*CortexTrainingSensor.template_fields, "job_id", "request_id")
 
+    operator_extra_links = (CortexTrainingJobLink(),)
+
     def __init__(self, *, job_id: str, request_id: str, **kwargs: Any) -> None:
         super().__init__(**with_fields(kwargs))
         self.job_id = job_id
@@ -45,6 +49,7 @@ class CortexTrainingRequestSensor(CortexTrainingSensor):
         self.request_id = require_text(self, "request_id", self.request_id)
 
     def look(self, source: CortexTrainingClient) -> dict[str, Any] | None:
+        note(self, CortexTrainingJobLink, job_url(source, self.job_id))
         try:
             reply = source.get_request_status(self.job_id, self.request_id, max_events=1)
         except ApiError as refusal:

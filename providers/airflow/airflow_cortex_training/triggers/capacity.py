@@ -11,7 +11,7 @@ from airflow_cortex_training.capacity import Enough, enough
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
 from cortex_training.protocol.pace import Bounds
 
 _BOUNDS = Bounds(shortest_s=5.0, longest_s=60.0)
@@ -32,7 +32,7 @@ class CortexTrainingCapacityTrigger(BaseTrigger):
         started: float,
         not_before: float,
         deadline: float,
-        v: int = TRIGGER_VERSION,
+        v: int = 2,
         **unknown: Any,
     ) -> None:
         super().__init__()

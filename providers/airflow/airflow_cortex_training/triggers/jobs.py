@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cortex_training.connection import Target
+from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
+from cortex_training.errors import ConflictError, NotFoundError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.states import JobState, is_terminal_job, job_state
 
@@ -20,7 +24,8 @@ _BOUNDS = Bounds(shortest_s=2.0, longest_s=20.0)
 class CortexTrainingJobTrigger(BaseTrigger):
     """Fires once when a job runs, when it ended, or at the deadline.
 
-    It owns no job and cancels none. Arguments as in `CortexTrainingRequestTrigger`.
+    It cancels the job only for a task that owns it, and only when a user ends that task: `cancel_on_kill` and
+    `generation`. Arguments as in `CortexTrainingRequestTrigger`.
     """
 
     def __init__(
@@ -31,7 +36,9 @@ class CortexTrainingJobTrigger(BaseTrigger):
         started: float,
         not_before: float,
         deadline: float,
-        v: int = TRIGGER_VERSION,
+        generation: list[int] | None = None,
+        cancel_on_kill: bool = False,
+        v: int = 2,
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -40,6 +47,8 @@ class CortexTrainingJobTrigger(BaseTrigger):
         self.started = started
         self.not_before = not_before
         self.deadline = deadline
+        self.generation = generation
+        self.cancel_on_kill = cancel_on_kill
         self.v = v
         self.unknown = unknown
 
@@ -53,6 +62,8 @@ class CortexTrainingJobTrigger(BaseTrigger):
                 "started": self.started,
                 "not_before": self.not_before,
                 "deadline": self.deadline,
+                "generation": self.generation,
+                "cancel_on_kill": self.cancel_on_kill,
                 **self.unknown,
             },
         )
@@ -80,3 +91,17 @@ class CortexTrainingJobTrigger(BaseTrigger):
         if is_terminal_job(state):
             return Outcome(Status.ENDED, state, str(job.get("reason") or ""))
         return None
+
+    async def on_kill(self) -> None:
+        if self.cancel_on_kill:
+            await kill.unbroken(self._cancel())
+
+    async def _cancel(self) -> None:
+        if not await kill.may_cancel(self.task_instance, self.job_id, self.generation or []):
+            return
+        # A client of its own: cleanup has run by now, and the hub only reads.
+        client = await CortexTrainingHook.for_target(Target(**self.target)).get_async_client()
+        async with client:
+            with contextlib.suppress(NotFoundError, ConflictError):
+                await client.cancel_job(self.job_id)
+        self.log.info("cancelled job %s: its task was ended by a user", self.job_id)

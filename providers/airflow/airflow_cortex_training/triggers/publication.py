@@ -13,7 +13,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cortex_training.roots import open_log
 from airflow_cortex_training.triggers.events import Status, event
-from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
 from cortex_training.protocol.pace import Bounds
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CortexTrainingPublicationTrigger(BaseTrigger):
         started: float,
         not_before: float,
         deadline: float,
-        v: int = TRIGGER_VERSION,
+        v: int = 2,
         **unknown: Any,
     ) -> None:
         super().__init__()

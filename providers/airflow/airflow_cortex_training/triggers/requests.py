@@ -13,7 +13,7 @@ from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
 from cortex_training.errors import ApiError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.protocol.polling import POLL_REFUSALS
@@ -50,7 +50,7 @@ class CortexTrainingRequestTrigger(BaseTrigger):
         deadline: float,
         generation: list[int],
         cancel_on_kill: bool = False,
-        v: int = TRIGGER_VERSION,
+        v: int = 1,
         **unknown: Any,
     ) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from airflow_cortex_training.run_folder import PlanReplaced, end_run, is_let_go,
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.engine import STOP_S, EngineRun
 from airflow_cortex_training.triggers.events import Status, event
-from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, check_version, sleep_until
+from airflow_cortex_training.triggers.waiting import check_version, sleep_until
 from cortex_training.errors import AuthError, ConfigurationError, CortexTrainingError
 from cortex_training.training import TrainingPlan
 
@@ -36,6 +36,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         root, attempt, nonce: where the worker left the plan and how to recognise it.
         not_before, deadline: UTC epoch seconds.
         generation: of the task instance, see `durable`.
+        cancel_on_kill: whether the jobs of the run are cancelled when a user ends the task.
         v: version of these arguments.
     """
 
@@ -49,7 +50,8 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         not_before: float,
         deadline: float,
         generation: list[int],
-        v: int = TRIGGER_VERSION,
+        cancel_on_kill: bool = True,
+        v: int = 2,
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -60,6 +62,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         self.not_before = not_before
         self.deadline = deadline
         self.generation = generation
+        self.cancel_on_kill = cancel_on_kill
         self.v = v
         self.unknown = unknown
         self._run: EngineRun | None = None
@@ -77,6 +80,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
                 "not_before": self.not_before,
                 "deadline": self.deadline,
                 "generation": self.generation,
+                "cancel_on_kill": self.cancel_on_kill,
                 **self.unknown,
             },
         )
@@ -174,7 +178,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
             # Its last act may be to create a replacement; cancelling before that would miss it.
             self._run.ask_to_stop()
             await self._run.ended(STOP_S)
-        if not await kill.may_cancel(self.task_instance, self.root, self.generation):
+        if not self.cancel_on_kill or not await kill.may_cancel(self.task_instance, self.root, self.generation):
             return
         settings = await CortexTrainingHook.for_target(Target(**self.target)).asettings()
         cancelled = await asyncio.to_thread(end_run, settings, self.root)

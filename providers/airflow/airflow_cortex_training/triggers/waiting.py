@@ -21,7 +21,11 @@ from cortex_training.errors import (
 )
 from cortex_training.protocol.pace import Bounds, Pace
 
-TRIGGER_VERSION = 1
+TRIGGER_VERSION = 2
+"""The highest version of kwargs that is read here. A trigger class writes the one at which its own fields last changed.
+
+1: the first. 2: job and training triggers got ``cancel_on_kill``, job triggers ``generation``.
+"""
 
 LOST_AFTER_S = 60.0
 """A 404 is believed after so long: ids created on one node may be unknown to another for some seconds."""

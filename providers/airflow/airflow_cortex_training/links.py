@@ -1,0 +1,106 @@
+"""Extra links of tasks: to the job, to the progress of a run, to a checkpoint. There while a task is deferred, too.
+
+Airflow asks a link for its URL at the end of *every* leg of a task, in the worker; what the operator noted until then
+is stored. A leg that noted nothing must not wipe what the leg before it did, so the stored one is told again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from airflow.sdk import BaseOperatorLink
+from airflow.sdk.configuration import conf
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator, Context
+    from airflow.sdk.types import TaskInstanceKey
+
+_SNOWFLAKE = ".snowflakecomputing.com"
+
+
+class Endpoint(Protocol):
+    """Where a job lives: a client or checked settings of a connection."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def database(self) -> str: ...
+    @property
+    def schema(self) -> str: ...
+    @property
+    def endpoint(self) -> str: ...
+
+
+class CortexTrainingJobLink(BaseOperatorLink):
+    """The job: its account's console, or the job itself where no console stands before the service."""
+
+    name = "Cortex Training job"
+
+    def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
+        return _noted(self, operator, ti_key)
+
+
+class CortexTrainingRunLink(BaseOperatorLink):
+    """The log of the task, where the progress of a training run is told as it happens."""
+
+    name = "Run progress"
+
+    def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
+        return _noted(self, operator, ti_key)
+
+
+class CortexTrainingCheckpointLink(BaseOperatorLink):
+    """Where the files of a checkpoint are."""
+
+    name = "Checkpoint"
+
+    def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
+        return _noted(self, operator, ti_key)
+
+
+def note(operator: Any, link: type[BaseOperatorLink], url: str) -> None:
+    """Remember the URL of one of `operator`'s links until this leg ends."""
+    operator.__dict__.setdefault("_noted_links", {})[link.__name__] = url
+
+
+def job_url(where: Endpoint, job_id: str) -> str:
+    """A page about a job: Snowsight for a Snowflake account, the service's own JSON for any other host."""
+    host = urlsplit(where.base_url).hostname or ""
+    if host.endswith(_SNOWFLAKE):
+        return _console_url(host.removesuffix(_SNOWFLAKE))
+    path = "/".join(quote(part, safe="") for part in (where.database, "schemas", where.schema, where.endpoint, job_id))
+    return f"{where.base_url}/api/v2/databases/{path}"
+
+
+def run_url(context: Context) -> str:
+    """The page of a task instance in this Airflow, whose log tells the progress."""
+    ti = context["ti"]
+    base = conf.get("api", "base_url", fallback="").rstrip("/")
+    mapped = f"/mapped/{ti.map_index}" if ti.map_index is not None and ti.map_index >= 0 else ""
+    run = quote(ti.run_id, safe="")
+    return f"{base}/dags/{quote(ti.dag_id, safe='')}/runs/{run}/tasks/{quote(ti.task_id, safe='')}{mapped}"
+
+
+def location_url(location: str) -> str:
+    """A page about a place: the bucket's in the console of AWS, a file URL for a path."""
+    if location.startswith("s3://"):
+        bucket, _, prefix = location.removeprefix("s3://").partition("/")
+        return f"https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={quote(prefix.rstrip('/'))}/"
+    return location if "://" in location else f"file://{quote(location)}"
+
+
+def _console_url(account: str) -> str:
+    """Snowsight of an account: ``org-name`` spells organisation and name, ``locator.region`` a locator."""
+    locator, dot, region = account.partition(".")
+    if dot:
+        return f"https://app.snowflake.com/{region}/{locator}"
+    organisation, dash, name = account.partition("-")
+    return f"https://app.snowflake.com/{organisation}/{name}" if dash else "https://app.snowflake.com/"
+
+
+def _noted(link: BaseOperatorLink, operator: Any, ti: Any) -> str:
+    url = operator.__dict__.get("_noted_links", {}).get(type(link).__name__)
+    if url is None and hasattr(ti, "xcom_pull"):
+        url = ti.xcom_pull(task_ids=ti.task_id, key=link.xcom_key)
+    return str(url or "")
