@@ -100,7 +100,8 @@ class DataPlane:
         """A `checkpoint_id` in the body has no effect, as on the service: the result's counts."""
         job.require_running("save")
         _known_keys(body, "checkpoint_id", "checkpoint_type")
-        kind = body.get("checkpoint_type") or "resumable"
+        kind = body.get("checkpoint_type")
+        kind = "resumable" if kind is None else kind
         kind = kind.lower() if isinstance(kind, str) else kind
         if kind not in CHECKPOINT_TYPES:
             raise bad_field("checkpoint_type", kind, f"must be {' or '.join(CHECKPOINT_TYPES)}")

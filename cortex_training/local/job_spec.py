@@ -147,7 +147,8 @@ def _read_sub_job(where: str, config: object, before: list[SubJobSpec]) -> SubJo
         raise bad_field(f"{where}.{block_name}", block, f"a {kind} sub-job needs this object")
     if config.get(other_name) is not None:
         raise Refusal(400, f"{where}.{other_name}: a {kind} sub-job has {block_name} and not {other_name}")
-    dtype = config.get("dtype") or "float32"
+    dtype = config.get("dtype")
+    dtype = "float32" if dtype is None else dtype
     if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
         raise bad_field(f"{where}.dtype", dtype, f"must be one of {', '.join(sorted(set(DTYPES.values())))}")
     seed = config.get("seed")

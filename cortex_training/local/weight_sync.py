@@ -22,7 +22,8 @@ def sync_weights(operations: Operations, job: Job, payload: dict[str, Any]) -> d
     if len(set(map(str, target_ids))) != len(target_ids):
         raise bad_field("payload.target_sub_job_ids", target_ids, "must not name a sub-job twice")
     targets = [_named(job, "payload.target_sub_job_ids", name, training=False) for name in target_ids]
-    weight_format = payload.get("weight_format") or "vllm"
+    weight_format = payload.get("weight_format")
+    weight_format = "vllm" if weight_format is None else weight_format
     if weight_format not in WEIGHT_FORMATS:
         raise bad_field("payload.weight_format", weight_format, f"must be one of {', '.join(WEIGHT_FORMATS)}")
     adapter_only = weight_format == "lora"

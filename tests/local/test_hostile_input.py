@@ -68,6 +68,7 @@ def refused(reply: requests.Response, *statuses: int) -> str:
         ([training(model_name="no/such-model")], {}, "no/such-model"),
         ([training(job_type="evaluation")], {}, "job_type"),
         ([training(dtype="int8")], {}, "dtype"),
+        *[([training(dtype=nothing)], {}, "dtype") for nothing in (False, 0, "", [], {})],
         ([training(seed=-1)], {}, "seed"),
         ([training(surprise=1)], {}, "surprise"),
         ([training(inference_config={"max_seq_len": 8, "n_gpus": 1})], {}, "inference_config"),
@@ -271,6 +272,18 @@ def test_content_types_and_sizes_are_checked(caller: Caller, job: RunningJob) ->
     with contextlib.suppress(requests.ConnectionError):
         refused(job.call("POST", "/forward-backward", data=endless, headers=OCTETS), 413)
     assert job.step()["global_steps"] == 1
+
+
+@pytest.mark.parametrize("nothing", [False, 0, "", [], {}])
+def test_what_is_empty_is_not_what_is_absent(caller: Caller, nothing: Any) -> None:
+    """A wrong value that Python takes for false must not become the default."""
+    job = caller.running(training(), sampling())
+    refused(job.call("POST", "/save", json={"checkpoint_type": nothing}), 400)
+    sync = {"source_sub_job_id": f"{job.job_id}:training:0", "target_sub_job_ids": [f"{job.job_id}:sampling:0"]}
+    refused(job.operation("weight-sync", {**sync, "weight_format": nothing}), 400)
+    if nothing != {}:
+        refused(job.call("POST", "/operation", json={"operation_type": "tail-logs", "payload": nothing}), 400)
+        refused(job.call("POST", "/load", json={"checkpoint_id": nothing}), 400)
 
 
 def test_only_this_machines_names_are_answered(caller: Caller) -> None:
