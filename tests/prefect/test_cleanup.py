@@ -18,6 +18,7 @@ from cortex_training.training import Progress, Superseded, TrainingPlan, run, st
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training import CortexTrainingCredentials
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
+from prefect_cortex_training.handover import attempt_of
 from prefect_cortex_training.labels import RunLabels, root_labels
 
 from .conftest import PAT
@@ -32,7 +33,10 @@ async def flow_run_with_root(root: str) -> str:
 async def test_a_driver_that_is_still_alive_stops_and_creates_no_other_job(
     on_server: PrefectServer, local_service: Any, tmp_path: Path
 ) -> None:
-    """As after a crash of the flow's process whose training goes on in another, or after a partition."""
+    """As after a crash of the flow's process whose training goes on in another, or after a partition.
+
+    An earlier flow run on the same root is cleaned up first: it has lost the root, and may not end its successor.
+    """
     block = CortexTrainingCredentials(host=local_service.base_url, database="TESTS", schema_="PUBLIC", pat=PAT)
     await block.save("cortex", overwrite=True)
     rows = [{"prompt": f"question {n}? ", "completion": f"answer {n}."} for n in range(20)]
@@ -47,6 +51,7 @@ async def test_a_driver_that_is_still_alive_stops_and_creates_no_other_job(
     )
     (tmp_path / "run").mkdir()
     labels = RunLabels(await flow_run_with_root(plan.root))
+    earlier = RunLabels(await flow_run_with_root(plan.root))
     trains = asyncio.Event()
 
     def progress(told: Progress) -> None:
@@ -54,12 +59,15 @@ async def test_a_driver_that_is_still_alive_stops_and_creates_no_other_job(
             trains.set()
 
     async with AsyncCortexTrainingClient(local_service.base_url, "TESTS", "PUBLIC") as client:
-        driver = asyncio.create_task(run(plan, client, progress))
+        driver = asyncio.create_task(run(plan, client, progress, attempt=attempt_of(labels.flow_run_id, plan.root)))
         try:
             waiting = asyncio.create_task(trains.wait())
             await asyncio.wait({driver, waiting}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
             assert trains.is_set(), driver
-            await cancel_jobs_of_run(labels, logging.getLogger("a-test"))
+            assert await cancel_jobs_of_run(earlier, logging.getLogger("a-test"))
+            trains.clear()
+            await asyncio.wait_for(trains.wait(), 60)
+            assert await cancel_jobs_of_run(labels, logging.getLogger("a-test"))
             with pytest.raises(Superseded):
                 await asyncio.wait_for(driver, 120)
         finally:

@@ -38,7 +38,11 @@ from prefect_cortex_training.tasks import (  # noqa: E402
     apublish,
     asave,
     astep,
+    asubmit_generate,
+    asubmit_save,
+    asubmit_weight_sync,
     atrain,
+    atrain_here,
     await_until_running,
     aweight_sync,
     build_dataset,
@@ -50,10 +54,15 @@ from prefect_cortex_training.tasks import (  # noqa: E402
     publish,
     save,
     step,
+    submit_generate,
+    submit_save,
+    submit_weight_sync,
     train,
+    train_here,
     wait_until_running,
     weight_sync,
 )
+from prefect_cortex_training.waiting import aawait_remote, await_remote  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -71,7 +80,13 @@ __all__ = [
     "apublish",
     "asave",
     "astep",
+    "asubmit_generate",
+    "asubmit_save",
+    "asubmit_weight_sync",
+    "aawait_remote",
     "atrain",
+    "atrain_here",
+    "await_remote",
     "await_until_running",
     "aweight_sync",
     "build_dataset",
@@ -86,7 +101,11 @@ __all__ = [
     "publish",
     "save",
     "step",
+    "submit_generate",
+    "submit_save",
+    "submit_weight_sync",
     "train",
+    "train_here",
     "wait_until_running",
     "weight_sync",
 ]

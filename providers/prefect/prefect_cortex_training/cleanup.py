@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
@@ -21,6 +22,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import run_to_end
+from prefect_cortex_training.handover import attempt_of
 from prefect_cortex_training.jobs import cancel_if_alive
 from prefect_cortex_training.labels import RunLabels, finished_key, jobs_in, roots_in
 
@@ -76,17 +78,22 @@ class jobs_cancelled_at_end:
         await cancel_jobs_of_run(self._labels, get_logger("prefect_cortex_training"))
 
 
-async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> None:
-    """End the training runs of a flow run and cancel every job. One that can't be cancelled is logged and does not keep
-    the next from being cancelled.
+async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> bool:
+    """End the training runs of a flow run and cancel every job; returns whether all of it worked. What can't be
+    cancelled is logged and does not keep the next from being cancelled.
     """
     known = await labels.read()
+    done = []
     # Runs first: they are taken from a driver that is still alive before it can miss its job and create another.
     for root in roots_in(known):
         what = f"jobs that the training run in {root.root} created"
-        await _try_to_cancel(logger, what, root.credentials, partial(_end_training_run, root=root.root))
+        attempt = attempt_of(labels.flow_run_id, root.root)
+        end = partial(_end_training_run, root=root.root, attempt=attempt, logger=logger)
+        done.append(await _try_to_cancel(logger, what, root.credentials, end))
     for job in jobs_in(known):
-        await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, partial(_cancel_one, job_id=job.job_id))
+        cancel = partial(_cancel_one, job_id=job.job_id)
+        done.append(await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, cancel))
+    return all(done)
 
 
 async def _cancel_one(client: AsyncCortexTrainingClient, job_id: str) -> list[str]:
@@ -94,10 +101,30 @@ async def _cancel_one(client: AsyncCortexTrainingClient, job_id: str) -> list[st
     return [job_id]
 
 
-async def _end_training_run(client: AsyncCortexTrainingClient, root: str) -> list[str]:
+async def _end_training_run(client: AsyncCortexTrainingClient, root: str, attempt: str, logger: Logger) -> list[str]:
+    """End the run in `root`, if this flow run was the last to drive it."""
     from cortex_training.training import end_run
 
+    other = await asyncio.to_thread(_other_driver, root, attempt)
+    if other is not None:
+        # A root is a run's identity: who goes on with it must not lose it to a flow run that began it and crashed.
+        logger.info("the training run in %s has been taken over by %s, which ends its jobs", root, other)
+        return []
     return await end_run(root, client)
+
+
+def _other_driver(root: str, attempt: str) -> str | None:
+    """Who has taken the run in `root` over from the flow run of this `attempt`; None when nobody has."""
+    from cortex_training.publication import PosixStore
+    from cortex_training.training.journal import read_journal
+
+    if not os.path.isdir(root):
+        return None
+    driven = [record.body.get("info", {}) for record in read_journal(PosixStore(root)) if record.type == "takeover"]
+    drivers = [info for info in driven if "attempt" in info]
+    if not drivers or drivers[-1]["attempt"] == attempt:
+        return None
+    return f"driver {drivers[-1]['attempt'] or 'without a name'} on {drivers[-1].get('host', 'an unknown host')}"
 
 
 async def _try_to_cancel(
@@ -105,15 +132,16 @@ async def _try_to_cancel(
     what: str,
     credentials: str | None,
     cancel: Callable[[AsyncCortexTrainingClient], Awaitable[list[str]]],
-) -> None:
+) -> bool:
     if credentials is None:
         logger.error("%s: the labels name no credentials block; cancel with `cortex-training cancel`", what)
-        return
+        return False
     try:
         async with connected(credentials) as client:
             cancelled = await cancel(client)
     except Exception as error:
         logger.error("%s could not be cancelled through credentials block %r: %s", what, credentials, error)
-    else:
-        for job_id in cancelled:
-            logger.info("job %s is cancelled", job_id)
+        return False
+    for job_id in cancelled:
+        logger.info("job %s is cancelled", job_id)
+    return True

@@ -108,8 +108,10 @@ async def load_credentials(name: str) -> CortexTrainingCredentials:
 
 
 @asynccontextmanager
-async def connected(name: str) -> AsyncIterator[AsyncCortexTrainingClient]:
-    """A client of the service that the block called `name` describes, closed at the end."""
+async def connected(name: str, **options: Any) -> AsyncIterator[AsyncCortexTrainingClient]:
+    """A client of the service that the block called `name` describes, closed at the end; `options` are its
+    constructor's.
+    """
     credentials = await load_credentials(name)
-    async with await credentials.aget_client() as client:
+    async with await credentials.aget_client(**options) as client:
         yield client

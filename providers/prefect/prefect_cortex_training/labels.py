@@ -11,6 +11,10 @@ there first: the id of a job before it is created, the intent of an optimizer st
     forward_backward.<job id>.<step>.<micro-batch>.failed.<n>
                                        the service said that attempt n at this micro-batch failed
     step.<job id>.<seq>.<claim>        an optimizer step: "intent", "not sent", or the id of its request
+    handover.<training>.<try>.<claim>  nonce of a plan that was left for a driver
+    driver.<training>                  the driver that trains it, and when it last said so
+    trained.<training>.<try>           how a training ended, as JSON
+    reconciled.<try>                   the jobs of this ended flow run were cancelled, or had ended
     root.<digest>                      root of a training run, whose journal names further jobs
     root_owner.<digest>                credentials block that can cancel those
     epoch.<digest>.<claim>             epoch that the run's exports into a root are published under
@@ -19,6 +23,8 @@ there first: the id of a job before it is created, the intent of an optimizer st
 each with ``cortex_training.`` in front. The server merges labels, so what must not be lost when one flow run is
 executed by two processes at once has the writer's own name in its key: neither can overwrite the other, and both see
 both.
+
+Whoever has such labels also has the tag ``cortex-training``, because Prefect finds flow runs by tags and not by labels.
 """
 
 from __future__ import annotations
@@ -29,13 +35,15 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 
 from cortex_training.errors import ConfigurationError
 from cortex_training.identity import new_token
 
 PREFIX = "cortex_training."
+TAG = "cortex-training"
 Label = str | int | float | bool
 
 
@@ -78,14 +86,22 @@ class RunLabels:
     async def read(self) -> dict[str, Label]:
         """Every label that this package wrote."""
         async with get_client() as client:
-            return await self._read(client)
+            return labels_of(await client.read_flow_run(self.flow_run_id))
+
+    async def run_count(self) -> int:
+        """Which try of the flow run this is. Coming back from a suspension is not another."""
+        async with get_client() as client:
+            return (await client.read_flow_run(self.flow_run_id)).run_count
 
     async def write(self, labels: Mapping[str, Label]) -> dict[str, Label]:
         """Add `labels`, replacing those of the same key; on return they are stored. Returns every label."""
         async with get_client() as client:
             for _ in range(3):
                 await client.update_flow_run_labels(self.flow_run_id, {PREFIX + key: labels[key] for key in labels})
-                stored = await self._read(client)
+                run = await client.read_flow_run(self.flow_run_id)
+                if TAG not in run.tags:
+                    await client.update_flow_run(self.flow_run_id, tags=[*run.tags, TAG])
+                stored = labels_of(run)
                 # The server merges by reading and writing: another task's labels, written at the same moment, can undo
                 # ours.
                 if all(stored.get(key) == value for key, value in labels.items()):
@@ -94,10 +110,6 @@ class RunLabels:
             f"labels {', '.join(sorted(labels))} of flow run {self.flow_run_id} were written three times and are not "
             "stored; another process writes the same labels. Is the same flow run executed twice?"
         )
-
-    async def _read(self, client: PrefectClient) -> dict[str, Label]:
-        run = await client.read_flow_run(self.flow_run_id)
-        return {key.removeprefix(PREFIX): value for key, value in run.labels.items() if key.startswith(PREFIX)}
 
     async def remember(self, key: str, value: Label) -> Label:
         """The value under `key`, which is `value` if nothing was written there yet. Values of one key are comparable.
@@ -110,6 +122,11 @@ class RunLabels:
             claims = _claims(await self.write({f"{key}.{new_token()[:8]}": value}), key)
         smallest: Label = min(claims)
         return smallest
+
+
+def labels_of(run: FlowRun) -> dict[str, Label]:
+    """The labels of a flow run that this package wrote, without its prefix."""
+    return {key.removeprefix(PREFIX): value for key, value in run.labels.items() if key.startswith(PREFIX)}
 
 
 def _claims(labels: Mapping[str, Label], key: str) -> list[Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from prefect.artifacts import acreate_progress_artifact, aupdate_progress_artifact
-from prefect.logging import get_run_logger
+from prefect.artifacts import aupdate_progress_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.context import TaskRunContext
 
 from prefect_cortex_training.labels import RunLabels
 
@@ -23,13 +26,13 @@ class ProgressReport:
     """A progress artifact and log lines, fed by calling it with a `Progress`.
 
     The call returns at once, because it is made between two steps of a GPU; a coroutine beside it shows the latest
-    state every two seconds. Showing may fail; training goes on.
+    state every two seconds. Showing may fail; training goes on. It may be fed from outside of the flow run.
     """
 
-    def __init__(self, labels: RunLabels, key: str) -> None:
+    def __init__(self, labels: RunLabels, key: str, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self._labels = labels
         self._key = key
-        self._logger = get_run_logger()
+        self._logger = logger
         self._latest: Progress | None = None
         self._news = asyncio.Event()
 
@@ -65,9 +68,22 @@ class ProgressReport:
             # Remembered in a label, so that a run that comes back after a crash goes on with the same artifact.
             known = (await self._labels.read()).get(f"artifact.{self._key}")
             if known is None:
-                artifact = await acreate_progress_artifact(percent, key=self._key, description=progress.line())
+                artifact = await self._create(percent, progress.line())
                 await self._labels.write({f"artifact.{self._key}": str(artifact)})
             else:
                 await aupdate_progress_artifact(UUID(str(known)), percent, description=progress.line())
         except Exception as error:
             self._logger.debug("progress could not be shown: %s", error)
+
+    async def _create(self, percent: float, line: str) -> UUID:
+        task = TaskRunContext.get()
+        wanted = ArtifactCreate(
+            key=self._key,
+            type="progress",
+            description=line,
+            data=percent,
+            flow_run_id=self._labels.flow_run_id,
+            task_run_id=task.task_run.id if task is not None else None,
+        )
+        async with get_client() as client:
+            return (await client.create_artifact(wanted)).id

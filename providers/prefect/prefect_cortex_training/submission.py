@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cortex_training.errors import ApiError, NotFoundError, OutcomeUnknown, RequestFailed, SendRefused, TransportError
 from cortex_training.identity import new_token
+from cortex_training.states import RequestState, request_state
 from prefect_cortex_training.labels import Label, RunLabels
 
 if TYPE_CHECKING:
@@ -88,6 +89,28 @@ async def submit_again_if_lost(
     request_id = await submit()
     await labels.write({key: request_id})
     return request_id, await client.poll_request(job_id, request_id, timeout_s=timeout_s)
+
+
+async def find_or_submit(
+    client: AsyncCortexTrainingClient, labels: RunLabels, key: str, job_id: str, submit: Submit
+) -> str:
+    """The request of an operation that may be repeated: the recorded one, unless it failed or is lost, else a new one.
+    Nobody waits for it here.
+    """
+    recorded = (await labels.read()).get(key)
+    if recorded is not None and not await _is_lost(client, job_id, str(recorded)):
+        return str(recorded)
+    request_id = await submit()
+    await labels.write({key: request_id})
+    return request_id
+
+
+async def _is_lost(client: AsyncCortexTrainingClient, job_id: str, request_id: str) -> bool:
+    try:
+        status = await client.get_request_status(job_id, request_id, max_events=1)
+    except NotFoundError:
+        return True
+    return request_state(status.get("status")) in (RequestState.FAILED, RequestState.CANCELLED)
 
 
 def numbers_of(result: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -2,7 +2,16 @@
 flows that await.
 """
 
-from prefect_cortex_training.tasks.checkpoints import aexport, apublish, asave, export, publish, save
+from prefect_cortex_training.tasks.checkpoints import (
+    aexport,
+    apublish,
+    asave,
+    asubmit_save,
+    export,
+    publish,
+    save,
+    submit_save,
+)
 from prefect_cortex_training.tasks.datasets import abuild_dataset, build_dataset
 from prefect_cortex_training.tasks.jobs import (
     acancel_job,
@@ -16,13 +25,17 @@ from prefect_cortex_training.tasks.operations import (
     aforward_backward,
     agenerate,
     astep,
+    asubmit_generate,
+    asubmit_weight_sync,
     aweight_sync,
     forward_backward,
     generate,
     step,
+    submit_generate,
+    submit_weight_sync,
     weight_sync,
 )
-from prefect_cortex_training.tasks.training import atrain, train
+from prefect_cortex_training.tasks.training import atrain, atrain_here, train, train_here
 
 __all__ = [
     "abuild_dataset",
@@ -34,7 +47,11 @@ __all__ = [
     "apublish",
     "asave",
     "astep",
+    "asubmit_generate",
+    "asubmit_save",
+    "asubmit_weight_sync",
     "atrain",
+    "atrain_here",
     "await_until_running",
     "aweight_sync",
     "build_dataset",
@@ -46,7 +63,11 @@ __all__ = [
     "publish",
     "save",
     "step",
+    "submit_generate",
+    "submit_save",
+    "submit_weight_sync",
     "train",
+    "train_here",
     "wait_until_running",
     "weight_sync",
 ]

@@ -14,7 +14,7 @@ from cortex_training.paths import safe_relative
 from prefect_cortex_training.credentials import connected, load_credentials
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.labels import RunLabels, root_digest
-from prefect_cortex_training.submission import operation_key, submit_again_if_lost
+from prefect_cortex_training.submission import find_or_submit, operation_key, submit_again_if_lost
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
@@ -56,6 +56,18 @@ async def _save(
         )
     get_run_logger().info("checkpoint %s of job %s is saved (%s)", found, job_id, checkpoint_type)
     return found
+
+
+async def _submit_save(credentials: str, job_id: str, *, seq: int = 1, checkpoint_type: str = "weights-only") -> str:
+    """Ask for a checkpoint without waiting for it; returns the request's id, for `await_remote`. `save` with the same
+    `seq` then finds it.
+    """
+    labels = RunLabels.of_current_run("submit_save")
+    key = operation_key("save", job_id, seq)
+    async with connected(credentials) as client:
+        return await find_or_submit(
+            client, labels, key, job_id, lambda: client.save(job_id, checkpoint_type=checkpoint_type)
+        )
 
 
 async def _export(credentials: str, job_id: str, checkpoint_id: str, *, root: str) -> dict[str, Any]:
@@ -138,5 +150,6 @@ def _create_entry(root: str, save: str, epoch: int, step: int) -> tuple[str, boo
 
 
 save, asave = task_pair("save", retries=2)(_save)
+submit_save, asubmit_save = task_pair("submit_save", retries=2, cached=False)(_submit_save)
 export, aexport = task_pair("export", retries=2)(_export)
 publish, apublish = task_pair("publish", retries=2)(_publish)

@@ -14,7 +14,13 @@ from cortex_training.errors import ConfigurationError, ProtocolError, RequestFai
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.labels import RunLabels
-from prefect_cortex_training.submission import numbers_of, operation_key, submit_again_if_lost, submit_once
+from prefect_cortex_training.submission import (
+    find_or_submit,
+    numbers_of,
+    operation_key,
+    submit_again_if_lost,
+    submit_once,
+)
 
 HOUR_S = 3_600.0
 
@@ -139,6 +145,54 @@ async def _weight_sync(
     return {"request_id": request_id}
 
 
+async def _submit_weight_sync(
+    credentials: str,
+    job_id: str,
+    *,
+    seq: int = 1,
+    weight_format: str | None = None,
+    source_sub_job_id: str | None = None,
+    target_sub_job_ids: list[str] | None = None,
+) -> str:
+    """Begin a weight sync without waiting for it; returns the request's id, for `await_remote`. Arguments are those of
+    `weight_sync`, which finds it under the same `seq`.
+    """
+    source = source_sub_job_id or f"{job_id}:training:0"
+    targets = target_sub_job_ids or [f"{job_id}:sampling:0"]
+    labels = RunLabels.of_current_run("submit_weight_sync")
+    async with connected(credentials) as client:
+        return await find_or_submit(
+            client,
+            labels,
+            operation_key("weight_sync", job_id, seq),
+            job_id,
+            lambda: client.weight_sync(job_id, source, targets, weight_format=weight_format),
+        )
+
+
+async def _submit_generate(
+    credentials: str,
+    job_id: str,
+    prompts: list[str] | list[list[int]],
+    *,
+    seq: int,
+    sampling_params: dict[str, Any] | None = None,
+    routing_key: str | None = None,
+) -> str:
+    """Ask for completions without waiting for them; returns the request's id, for `await_remote`. `generate` with the
+    same `seq` then writes them.
+    """
+    labels = RunLabels.of_current_run("submit_generate")
+    async with connected(credentials) as client:
+        return await find_or_submit(
+            client,
+            labels,
+            operation_key("generate", job_id, seq),
+            job_id,
+            lambda: client.generate(job_id, prompts, sampling_params, routing_key),
+        )
+
+
 async def _generate(
     credentials: str,
     job_id: str,
@@ -204,3 +258,5 @@ forward_backward, aforward_backward = task_pair("forward_backward", retries=2)(_
 step, astep = task_pair("step", retries=0)(_step)
 weight_sync, aweight_sync = task_pair("weight_sync", retries=2)(_weight_sync)
 generate, agenerate = task_pair("generate", retries=2)(_generate)
+submit_weight_sync, asubmit_weight_sync = task_pair("submit_weight_sync", retries=2, cached=False)(_submit_weight_sync)
+submit_generate, asubmit_generate = task_pair("submit_generate", retries=2, cached=False)(_submit_generate)

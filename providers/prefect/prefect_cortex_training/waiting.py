@@ -1,0 +1,133 @@
+"""Waiting for the service without a process: a short look from here, then the flow run is suspended.
+
+`prefect-cortex-training watch` resumes it. The flow then runs again from its top: durable tasks give their recorded
+results, and the same wait looks once more, finds its job or request done, and returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.flow_runs import asuspend_flow_run
+from prefect.logging import get_run_logger
+
+from cortex_training.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    NotFoundError,
+    RateLimitedError,
+    ServiceError,
+    TransportError,
+)
+from prefect_cortex_training.credentials import connected
+from prefect_cortex_training.dispatch import dual, run_to_end
+from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.waits import REQUEST, RUNNING, Wait
+
+if TYPE_CHECKING:
+    from cortex_training.aio import AsyncCortexTrainingClient
+
+DAY_S = 86_400.0
+POLL_S = 10.0
+"""A suspension costs some ten seconds until the flow is back; what takes less is waited for."""
+
+NOT_YET_KNOWN_S = 60.0
+"""How long after the wait began the service may not know its job or request yet."""
+
+WATCHED_S = 60.0
+"""How long before Prefect fails a suspended run whoever watches resumes it, so that the flow ends in its own way."""
+
+_TRY_AGAIN_S = 0.5
+
+
+async def aawait_remote(
+    credentials: str, job_id: str, request_id: str | None = None, *, timeout_s: float = DAY_S, poll_s: float = POLL_S
+) -> dict[str, Any]:
+    """Wait until a job runs, or until a request of it is done; returns the job, or the request's result.
+
+    Call it in the body of a flow. It looks for `poll_s` seconds from this process, then suspends the flow run, whose
+    process ends. In a task, in a subflow, or without a deployment nothing can be suspended: it waits in this process.
+
+    Args:
+        credentials: name of a `CortexTrainingCredentials` block.
+        job_id: the job, as `create_job` returned it.
+        request_id: a request of the job, as the ``submit_`` tasks return it; None waits for the job to run.
+        timeout_s: longest wait, from the flow run's first wait for it, whatever lies between.
+        poll_s: how long to look before suspending.
+
+    Raises JobFailed when the job ends, RequestFailed when the request does not succeed, DeadlineExceeded when
+    `timeout_s` is over: in the flow, after it was resumed.
+    """
+    for name, value in (("timeout_s", timeout_s), ("poll_s", poll_s)):
+        if not 0 < value < math.inf:
+            raise ConfigurationError.of(name, value, "give seconds above 0")
+    labels = RunLabels.of_current_run("await_remote")
+    subject = (job_id,) if request_id is None else (job_id, request_id)
+    wait = Wait(RUNNING if request_id is None else REQUEST, credentials, subject)
+    since = float(await labels.remember(f"waiting_since.{subject[-1]}", time.time()))
+    deadline, keys = since + timeout_s, wait.keys()
+    patience_s = poll_s
+    while True:
+        left_s = max(deadline - time.time(), 1.0)
+        try:
+            return await _look(wait, patience_s=min(patience_s, left_s) if can_suspend() else left_s, since=since)
+        except (DeadlineExceeded, RateLimitedError, ServiceError, TransportError):
+            # A service that is out of reach may be back before the time is over: whoever watches is patient.
+            if time.time() >= deadline or not can_suspend():
+                raise
+        await suspend(keys, timeout_s=deadline - time.time())
+        # Back without having been gone: this key had its suspension. The next one may still be to come.
+        patience_s = _TRY_AGAIN_S
+
+
+@dual(aawait_remote)
+def await_remote(
+    credentials: str, job_id: str, request_id: str | None = None, *, timeout_s: float = DAY_S, poll_s: float = POLL_S
+) -> dict[str, Any]:
+    """As `aawait_remote`, which is what it returns in flows that await."""
+    return run_to_end(aawait_remote(credentials, job_id, request_id, timeout_s=timeout_s, poll_s=poll_s))
+
+
+def can_suspend() -> bool:
+    """Whether the flow run may be suspended where this is called: in the body of a deployed flow that is no subflow."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or TaskRunContext.get() is not None:
+        return False
+    return context.flow_run.deployment_id is not None and context.flow_run.parent_task_run_id is None
+
+
+async def suspend(keys: Iterator[str], *, timeout_s: float | None) -> None:
+    """Suspend the flow run under the next key: raises Prefect's Pause, which ends the process, unless that key has had
+    its suspension. Prefect fails the run a minute after `timeout_s`, if nobody watches.
+    """
+    key = next(keys)
+    get_run_logger().info("suspended until %s", key)
+    await asuspend_flow_run(key=key, timeout=None if timeout_s is None else math.ceil(timeout_s + WATCHED_S))
+
+
+async def _look(wait: Wait, *, patience_s: float, since: float) -> dict[str, Any]:
+    """The job or the result, if it comes within `patience_s`."""
+    until = time.monotonic() + patience_s
+    async with connected(wait.credentials) as client:
+        while True:
+            left_s = max(until - time.monotonic(), _TRY_AGAIN_S)
+            try:
+                return await _wait_here(client, wait, left_s)
+            except NotFoundError as error:
+                # Just created: not every part of the service knows it yet.
+                if time.time() > since + NOT_YET_KNOWN_S:
+                    raise
+                if time.monotonic() > until:
+                    raise DeadlineExceeded(f"{wait.name} is not known yet: {error}", timeout_s=patience_s) from error
+            await asyncio.sleep(_TRY_AGAIN_S)
+
+
+async def _wait_here(client: AsyncCortexTrainingClient, wait: Wait, timeout_s: float) -> dict[str, Any]:
+    if wait.kind == RUNNING:
+        return dict(await client.wait_for_job(wait.subject[0], timeout_s=timeout_s))
+    return dict(await client.poll_request(*wait.subject, timeout_s=timeout_s))

@@ -1,0 +1,226 @@
+"""A real Prefect server, a process worker with deployed flows, and the two processes that wait for flow runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect import settings
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun
+
+from cortex_training import CortexTrainingClient
+from cortex_training.states import is_terminal_job
+from demo.prefect_server import PrefectServer
+from demo.processes import stop_group
+from prefect_cortex_training import CortexTrainingCredentials
+from prefect_cortex_training.labels import jobs_in, labels_of
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[2]
+FLOWS = "flows_to_deploy.py"
+POOL = "live"
+
+QUICK = {
+    "PREFECT_WORKER_QUERY_SECONDS": "1",
+    "PREFECT_RUNNER_POLL_FREQUENCY": "1",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+}
+
+
+class Live:
+    """The server and what runs beside it. Processes are started and killed by name."""
+
+    def __init__(self, server: PrefectServer, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start ``python -m <arguments>`` as `name`, with its output in a file of that name."""
+        with self.log(name).open("a") as output:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=self.server.environment()
+                | QUICK
+                | {"PREFECT_LOCAL_STORAGE_PATH": str(self.folder / "results"), "PYTHONPATH": str(REPOSITORY)}
+                | environment,
+                cwd=REPOSITORY,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        return self.processes[name]
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def watch(self, name: str = "watch", *options: str) -> None:
+        self.start(name, "-m", "prefect_cortex_training", "watch", "--every", "1", *options)
+
+    def drive(self, name: str = "drive") -> None:
+        self.start(name, "-m", "prefect_cortex_training", "drive", "--every", "1")
+
+    def worker(self, name: str = "worker") -> None:
+        self.start(name, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, to the process alone: what it started lives on, as orphans do."""
+        process = self.processes.pop(name)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def kill_all(self, name: str) -> None:
+        """SIGKILL to the process and to everything it started: the machine is gone."""
+        process = self.processes.pop(name)
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            member.kill()
+        process.wait()
+        psutil.wait_procs(family, timeout=10)
+
+    def stop(self, name: str) -> None:
+        stop_group(self.processes.pop(name))
+
+    def close(self) -> None:
+        for name in list(self.processes):
+            self.stop(name)
+
+    def run(self, deployment: str, **parameters: Any) -> UUID:
+        """Start a run of a deployed flow."""
+        with get_client(sync_client=True) as client:
+            found = client.read_deployment_by_name(deployment)
+            return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+
+    def read(self, flow_run_id: UUID) -> FlowRun:
+        with get_client(sync_client=True) as client:
+            return client.read_flow_run(flow_run_id)
+
+    def states(self, flow_run_id: UUID) -> list[str]:
+        """Names of all states the flow run has been in."""
+        with get_client(sync_client=True) as client:
+            states = client.read_flow_run_states(flow_run_id)
+        return [state.name or "" for state in sorted(states, key=lambda state: state.timestamp)]
+
+    def wait_for_state(self, flow_run_id: UUID, *names: str, patience_s: float = 120.0) -> None:
+        wait_until(
+            lambda: self.read(flow_run_id).state_name in names,
+            f"state {' or '.join(names)} of {flow_run_id}",
+            patience_s,
+            lambda: f"it is {self.read(flow_run_id).state}, after {self.states(flow_run_id)}",
+        )
+
+    def jobs_of(self, flow_run_id: UUID) -> list[str]:
+        return [job.job_id for job in jobs_in(labels_of(self.read(flow_run_id)))]
+
+
+def flow_processes(flow_run_id: UUID) -> list[psutil.Process]:
+    """Processes that execute a flow run, whoever started them."""
+    found = []
+    for process in psutil.process_iter(["pid"]):
+        try:
+            if process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run_id):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(
+    condition: Callable[[], bool], what: str, patience_s: float = 120.0, more: Callable[[], str] = lambda: ""
+) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {patience_s} s. {more()}"
+        time.sleep(0.2)
+
+
+def client_of(service: Any) -> CortexTrainingClient:
+    return CortexTrainingClient(service.base_url, service.database, service.schema)
+
+
+def live_jobs(service: Any) -> list[str]:
+    with client_of(service) as client:
+        return [job["job_id"] for job in client.list_jobs() if not is_terminal_job(job["status"])]
+
+
+def sub_jobs(n_gpus: int = 1) -> list[dict[str, Any]]:
+    training = {"optimizer": {"name": "AdamW", "lr": 3e-3}, "max_seq_len": 128, "train_batch_size": 2, "n_gpus": n_gpus}
+    return [{"job_type": "training", "model_name": "tiny", "dtype": "float32", "seed": 7, "training_config": training}]
+
+
+DEPLOY = """
+import sys
+from pathlib import Path
+from prefect import Flow
+for name in sys.argv[3:]:
+    found = Flow.from_source(source=sys.argv[1], entrypoint=f"{sys.argv[2]}:{name}")
+    found.deploy(name="live", work_pool_name="live", print_next_steps=False, ignore_warnings=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One server and one worker for the session; tests start watchers and drivers of their own."""
+    folder = tmp_path_factory.mktemp("prefect-live")
+    with PrefectServer(folder / "home") as server:
+        live = Live(server, folder)
+        values = {
+            settings.PREFECT_API_URL: server.api_url,
+            settings.PREFECT_HOME: server.home,
+            settings.PREFECT_SERVER_ANALYTICS_ENABLED: False,
+            settings.PREFECT_LOGGING_TO_API_ENABLED: False,
+        }
+        with settings.temporary_settings(values):
+            with get_client(sync_client=True) as client:
+                client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+            names = [
+                "waits_for_the_queue",
+                "waits_for_the_queue_without_cleanup",
+                "awaits_the_queue",
+                "holds_a_job",
+                "asks_a_person",
+                "trains",
+            ]
+            live.start("deploy", "-c", DEPLOY, str(HERE), FLOWS, *names)
+            assert live.processes.pop("deploy").wait(120) == 0, live.log("deploy").read_text()
+            live.worker()
+            yield live
+            live.close()
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_failures(live: Live, request: pytest.FixtureRequest) -> Iterator[None]:
+    failed_before = request.session.testsfailed
+    yield
+    for name in ("watch", "drive"):
+        if name in live.processes:
+            live.stop(name)
+    if request.session.testsfailed > failed_before:
+        for log in sorted(live.folder.glob("*.log")):
+            sys.stdout.write(f"\n--- {log.name} ---\n{log.read_text()[-6000:]}\n")
+
+
+@pytest.fixture
+def cortex(live: Live, local_service: Any) -> Any:
+    """The local service, as the block `cortex`."""
+    save_block(local_service)
+    return local_service
+
+
+def save_block(service: Any) -> None:
+    block = CortexTrainingCredentials(
+        host=service.base_url, database=service.database, schema_=service.schema, pat="a-token-for-the-local-service"
+    )
+    block.save("cortex", overwrite=True)
