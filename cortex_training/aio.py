@@ -23,6 +23,7 @@ from cortex_training.answers import (
     ExperimentRun,
     Job,
     LogPage,
+    RequestResult,
     RequestStatus,
 )
 from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
@@ -325,7 +326,7 @@ class AsyncCortexTrainingClient:
 
     # Requests
 
-    async def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> RequestResult:
         """As `CortexTrainingClient.poll_request`."""
         return await self._run(polling.poll_request(self._context, job_id, request_id, timeout_s=timeout_s))
 

@@ -1,8 +1,8 @@
 """What the service's answers hold, as far as it is documented.
 
 They are plain dictionaries: whatever else the service sends is in them too, and a key is absent where the service left
-it out. Only the keys named here are known to a type checker. What `poll_request` returns depends on the request, so it
-is a ``dict[str, Any]``; `StepResult` and its kin say which keys to expect of which request.
+it out. Only the keys named here are known to a type checker. What `poll_request` returns depends on the request:
+`RequestResult` has the keys of all kinds, `StepResult` and its kin those of one.
 """
 
 from __future__ import annotations
@@ -177,3 +177,42 @@ class GenerateResult(TypedDict, total=False):
 
     job_id: str
     results: list[Sample]
+
+
+class LoadResult(TypedDict, total=False):
+    """What polling a load gives. `global_steps` is the count of the loaded checkpoint, where the service says it."""
+
+    job_id: str
+    checkpoint_id: str
+    global_steps: int
+
+
+class WeightSyncResult(TypedDict, total=False):
+    """What polling a weight sync gives."""
+
+    job_id: str
+    weight_format: str
+
+
+class StreamResult(TypedDict, total=False):
+    """What polling a streamed generation gives: its events, ordered by prompt, those of failed prompts included."""
+
+    job_id: str
+    events: list[dict[str, Any]]
+
+
+class RequestResult(
+    ForwardBackwardResult,
+    StepResult,
+    SaveResult,
+    LoadResult,
+    GenerateResult,
+    WeightSyncResult,
+    StreamResult,
+    total=False,
+):
+    """What `poll_request` returns: the keys of the kind of request that was polled, and whatever else was sent.
+
+    Which kind it was is known to whoever submitted it. Where that is fixed, assign the result to its own type
+    (``stepped: StepResult = …``), and the type checker knows which keys can be there.
+    """

@@ -26,6 +26,7 @@ from cortex_training.answers import (
     ExperimentRun,
     Job,
     LogPage,
+    RequestResult,
     RequestStatus,
 )
 from cortex_training.auth import Auth, PatAuth, SnowflakeSessionAuth
@@ -397,7 +398,7 @@ class CortexTrainingClient:
 
     # Requests
 
-    def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> RequestResult:
         """Wait for a request and return its result, ``{}`` if it has none.
 
         Raises `RequestFailed` when it failed or was cancelled, `JobFailed` when the job ended under it,

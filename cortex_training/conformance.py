@@ -198,7 +198,7 @@ class Interview:
 
     def _poll(self, request_id: str) -> dict[str, Any]:
         self._last_request = request_id
-        return self.client.poll_request(self.job_id, request_id, timeout_s=self.wait_s)
+        return dict(self.client.poll_request(self.job_id, request_id, timeout_s=self.wait_s))
 
     def _train(self) -> None:
         self._poll(self.client.forward_backward(self.job_id, self._frame(4)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -12,8 +11,7 @@ from cortex_training.auth import Auth, NoAuth, SnowflakeSessionAuth
 from cortex_training.errors import ConfigurationError
 from cortex_training.protocol.context import Policy
 from cortex_training.protocol.urls import service_prefix
-
-_HOST = re.compile(r"[^\s@/\\%]+")
+from cortex_training.proxies import checked_proxy
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def checked_settings(
         auth=auth if auth is not None else NoAuth(),
         verify_ssl=verify_ssl,
         ca_bundle=ca_bundle,
-        proxy=_checked_proxy(proxy),
+        proxy=checked_proxy(proxy),
         token_prompts=token_prompts,
         telemetry_timeout=telemetry_timeout,
         create_database=create_database,
@@ -173,31 +171,6 @@ def _checked_base_url(base_url: object) -> str:
         address = f"{parts.scheme}://{parts.hostname}"
         raise ConfigurationError.of("base_url", address, "must not hold a query or fragment")
     return text
-
-
-def _checked_proxy(proxy: object) -> str | None:
-    """The URL of an HTTP proxy. The refusal shows nothing of it: it may hold a password, wherever a typing error has
-    put it.
-    """
-    if proxy is None or proxy == "":
-        return None
-    try:
-        parts = urlsplit(proxy if isinstance(proxy, str) else "")
-        well_formed = (
-            parts.scheme in ("http", "https")
-            and _HOST.fullmatch(parts.hostname or "") is not None
-            and parts.port != 0
-            and not (parts.path.strip("/") or parts.query or parts.fragment)
-        )
-    except ValueError:
-        well_formed = False
-    if not well_formed:
-        raise ConfigurationError(
-            "proxy: must be a URL like http://host:port or http://user:password@host:port, with a user and password "
-            "percent-encoded; what it is now is not shown, because it may hold a password",
-            field="proxy",
-        )
-    return str(proxy)
 
 
 def _connect_and_read(value: object) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from cortex_training.answers import RequestStatus
+from cortex_training.answers import RequestResult, RequestStatus
 from cortex_training.errors import (
     ApiError,
     ConfigurationError,
@@ -74,7 +74,7 @@ def _read_status(
 
 def poll_request(
     context: Context, job_id: str, request_id: str, *, timeout_s: float | None = None
-) -> Flow[dict[str, Any]]:
+) -> Flow[RequestResult]:
     """The result of a request.
 
     Raises `RequestFailed`, `JobFailed` when the job ended under it, `DeadlineExceeded` after `timeout_s` seconds (the
@@ -85,7 +85,7 @@ def poll_request(
     try:
         if wait.is_too_early():
             yield from _pause(context, wait)
-        result: dict[str, Any] = yield from _poll(context, wait)
+        result: RequestResult = yield from _poll(context, wait)
     except DeadlineExceeded as error:
         raise wait.too_late() from error
     return result

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import requests
-from requests.utils import get_environ_proxies
 
 from cortex_training.errors import ProtocolError
 from cortex_training.paths import safe_relative
+from cortex_training.proxies import checked_proxy, environment_proxy
 from cortex_training.publication import durable
 from cortex_training.publication.errors import DownloadError
 from cortex_training.publication.quiet import quiet_libraries
@@ -92,10 +92,11 @@ def download_checkpoint(
     A note in the folder says which checkpoint its files are of; files of another one, or of nobody knows which, are
     fetched anew. Give `created_at`, as the service lists it: ids may come again, and sizes say nothing of weights.
 
-    Raises DownloadError (naming checkpoint and file), ProtocolError for a reply or a file name that is refused, and
-    whatever `client.export_checkpoint` raises.
+    Raises ConfigurationError for a proxy that is no URL, DownloadError (naming checkpoint and file), ProtocolError for
+    a reply or a file name that is refused, and whatever `client.export_checkpoint` raises.
     """
     folder = os.path.abspath(os.fspath(dest))
+    proxy = checked_proxy(proxy)
     download = _Download(client, job_id, checkpoint_id, created_at, folder, _plain_session(ca_bundle), proxy, progress)
     with quiet_libraries(), download.session:
         try:
@@ -269,7 +270,8 @@ class _Download:
         headers = {"Range": f"bytes={have}-"} if have else {}
         if have and validator:
             headers["If-Range"] = validator
-        proxies = {"http": self._proxy, "https": self._proxy} if self._proxy else get_environ_proxies(link.url)
+        proxy = self._proxy or environment_proxy(link.url)
+        proxies = {"http": proxy, "https": proxy} if proxy else {}
         timeout = (CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
         try:
             response = self.session.get(link.url, headers=headers, stream=True, timeout=timeout, proxies=proxies)

@@ -23,7 +23,7 @@ _OPTIONAL = ("botocore", "jmespath", "python-dateutil", "six", "hvac")
 
 # Of the hundreds of services botocore describes, one is used.
 _OTHER_SERVICES = re.compile(r"botocore/data/(?!s3/)[^/]+/.*")
-_COMMAND_NEEDS = ("__init__.py", "errors.py", "paths.py", "publication/*.py")
+_COMMAND_NEEDS = ("__init__.py", "errors.py", "paths.py", "proxies.py", "publication/*.py")
 
 # botocore reads its data from files, which a zip has none of: for a bucket everything is unpacked first.
 _MAIN = """\

@@ -22,8 +22,19 @@ from cryptography.x509.oid import NameOID
 from cortex_training import CortexTrainingClient
 from cortex_training._network import proxy_for
 from cortex_training.errors import ConfigurationError, TransportError
+from cortex_training.publication import download_checkpoint
 
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+UNUSABLE = (
+    "http://user:hidden-word@proxy.example:99999",
+    "user:hidden-word@proxy.example",
+    "http://user:hidden-word@",
+    "http://",
+    "http://:3128",
+    ":3128",
+    "socks5://user:hidden-word@proxy.example",
+    "http://proxy.example/hidden-word",
+)
 BUNDLE_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
@@ -129,7 +140,7 @@ def test_an_address_with_a_secret_in_it_is_refused_and_not_shown(clients: Any, a
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-@pytest.mark.parametrize("proxy", ["http://user:hidden-word@proxy.example:99999", "user:hidden-word@proxy.example"])
+@pytest.mark.parametrize("proxy", UNUSABLE)
 def test_a_proxy_of_the_environment_that_cannot_be_used_is_not_shown(
     clients: Any, monkeypatch: pytest.MonkeyPatch, scheme: str, proxy: str
 ) -> None:
@@ -303,3 +314,30 @@ def test_a_change_of_the_environment_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NO_PROXY", "service.example")
     assert proxy_for(settings, url) is None
     assert proxy_for(settings, "http://other.example/x") == "http://proxy.example:3128"
+
+
+def test_a_proxy_of_the_environment_needs_no_scheme(
+    clients: Any, weather: Any, scripted: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", weather.url.removeprefix("http://"))
+    weather.sequence(scripted.Reply(body={"jobs": []}))
+    assert clients("http://service.invalid").list_jobs() == []
+    assert weather.seen[0].target.startswith("http://service.invalid/")
+
+
+@pytest.mark.parametrize("proxy", UNUSABLE)
+def test_a_download_through_a_proxy_that_is_none_is_refused(
+    weather: Any, proxy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Exporting:
+        def export_checkpoint(self, job_id: str, checkpoint_id: str) -> Any:
+            return {"files": [{"filename": "model", "url": f"{weather.url}/model", "size_bytes": 1}]}
+
+    with pytest.raises(ConfigurationError, match="proxy") as caught:
+        download_checkpoint(Exporting(), "j", "cp_1", tmp_path, proxy=proxy)
+    assert "hidden-word" not in "".join(traceback.format_exception(caught.value))
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ConfigurationError, match="ALL_PROXY") as caught:
+        download_checkpoint(Exporting(), "j", "cp_1", tmp_path)
+    assert "hidden-word" not in "".join(traceback.format_exception(caught.value))
+    assert weather.seen == []
