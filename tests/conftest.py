@@ -136,8 +136,8 @@ def local_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 def start_local_service(tmp_path: Path) -> Iterator[ServiceFactory]:
     """A function that starts a service of the test's own: `start_local_service(gpus=8, assume=["…"])`.
 
-    Options are those of `cortex-training serve`; `faults` may be a list of rules. Called again, it starts another one with the same data and execution
-    log unless told otherwise, as after a crash.
+    Options are those of `cortex-training serve`; `faults` may be a list of rules. Called again, it starts another one
+    with the same data and execution log unless told otherwise, as after a crash.
     """
     started: list[RunningService] = []
 

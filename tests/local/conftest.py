@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cortex_training.local.control_client import ServiceControl
 from cortex_training.local.models import model_folder
 from tests.conftest import RunningService, start_service
 from tests.local.api import Caller
@@ -53,3 +54,32 @@ def contrary(contrary_service: RunningService) -> Caller:
     caller = Caller(contrary_service.url)
     caller.session.headers["authorization"] = "Bearer s3cret"
     return caller
+
+
+@pytest.fixture(scope="session")
+def weathered_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service without models whose operations take no time, with a control port."""
+    service = start_service(
+        tmp_path_factory.mktemp("weathered_service"),
+        gpus=4096,
+        faults=[],
+        simulate="0",
+        execution_log_weights=True,
+        result_chunk_bytes=10_000,
+    )
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def control(weathered_service: RunningService) -> Iterator[ServiceControl]:
+    """The weathered service's control port; its rules go with the test."""
+    handle = weathered_service.control
+    yield handle
+    handle.clear()
+
+
+@pytest.fixture
+def weathered(weathered_service: RunningService, control: ServiceControl) -> Caller:
+    """A caller of the weathered service, on a calm day."""
+    return Caller(weathered_service.url)
