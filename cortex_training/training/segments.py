@@ -47,8 +47,8 @@ async def recover(driver: Driver) -> None:
         if not driver.plan.owns_job:
             raise RunFailed(
                 f"{driver.store.root}: job {current.job_id} has ended after step {current.confirmed_step}. More steps "
-                "need a new job, and a plan with job_id may not create one: give the plan sub_jobs, or name another job; it "
-                "starts from the last publication"
+                "need a new job, and a plan with job_id may not create one: give the plan sub_jobs or another job; "
+                "it starts from the last publication"
             )
         base = await _base_to_go_on_from(driver, current, f"job {current.job_id} has ended")
         await _begin(driver, base=base, reason="there is more to do", cause=CONTINUATION)

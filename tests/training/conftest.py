@@ -8,6 +8,18 @@ from cortex_training.datasets import build_dataset
 from cortex_training.local.models import model_folder
 from cortex_training.training import TrainingPlan, run
 from tests.faults.proxy import FaultProxy
+from tests.publication.conftest import (  # noqa: F401
+    bucket,
+    creds,
+    faults,
+    faulty_creds,
+    faulty_store,
+    posix_store,
+    s3_root,
+    s3_server,
+    s3_store,
+    store,
+)
 
 SUB_JOBS = [
     {

@@ -11,18 +11,6 @@ from cortex_training.errors import ConfigurationError
 from cortex_training.publication import StoreError
 from cortex_training.training.journal import JournalWriter, Record, Superseded, last_number, read_journal
 from cortex_training.training.state import replay
-from tests.publication.conftest import (  # noqa: F401
-    bucket,
-    creds,
-    faults,
-    faulty_creds,
-    faulty_store,
-    posix_store,
-    s3_root,
-    s3_server,
-    s3_store,
-    store,
-)
 
 
 def test_a_successor_makes_every_later_append_of_the_old_driver_fail(store):

@@ -20,10 +20,10 @@ SEED = int(os.environ.get("FAULT_SEED", "20261129"))
 class Driver:
     """``cortex-training train PLAN.json`` in a process of its own."""
 
-    def __init__(self, runs, folder):
+    def __init__(self, runs, folder, **changes):
         self.runs = runs
         self.plan_file = folder / "plan.json"
-        self.plan_file.write_text(json.dumps(runs.plan(steps=10, save_every_steps=3).to_dict()))
+        self.plan_file.write_text(json.dumps(runs.plan(steps=10, save_every_steps=3, **changes).to_dict()))
 
     def start(self):
         command = [
