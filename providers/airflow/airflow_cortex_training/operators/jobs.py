@@ -161,7 +161,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         try:
             return super().resume_execution(next_method, next_kwargs, context)
-        except TaskDeferralError as error:
+        except (TaskDeferralError, TaskDeferralTimeout) as error:
             job_id = (DurableRecord(context).current or {}).get("job_id")
             # A limit that passed with nobody there to tell: no event and no execute_complete will come. A trigger that
             # crashed leaves the job to the next try, if there is one.
