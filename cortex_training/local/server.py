@@ -104,7 +104,7 @@ def ready_line(base_url: str, settings: ServiceSettings, control: ControlServer 
             "pid": os.getpid(),
             "endpoint": settings.endpoint,
             "data_dir": str(settings.data_dir),
-            "execution_log": str(settings.execution_log) if settings.execution_log else None,
+            "execution_log": str(settings.execution_log_file) if settings.execution_log_file else None,
             "ca_bundle": str(ca_bundle(settings)) if settings.tls else None,
             "control_url": control.url if control else None,
             "control_token": control.token if control else None,

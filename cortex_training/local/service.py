@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +20,7 @@ from cortex_training.local.data_plane import DataPlane, refuse_other_size
 from cortex_training.local.execution_log import ExecutionLog
 from cortex_training.local.generation import Generation
 from cortex_training.local.generic_operation import GenericOperation
-from cortex_training.local.job_spec import SubJobSpec, read_job_spec
+from cortex_training.local.job_spec import JobSpec, SubJobSpec, read_job_spec
 from cortex_training.local.job_store import JobStore, StoredJob
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
@@ -27,6 +29,7 @@ from cortex_training.local.operations import Operations
 from cortex_training.local.refusals import Refusal, bad_field, job_not_running, not_found
 from cortex_training.local.request_store import RequestStore
 from cortex_training.local.requests import Request, refuse_unknown
+from cortex_training.local.restart import Comeback, comeback_of, ended_by_restart
 from cortex_training.local.sessions import Sessions
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.snowflake_files import SnowflakeFiles
@@ -37,6 +40,7 @@ from cortex_training.local.weather_jobs import JobWeather
 from cortex_training.local.weather_rules import Faults
 from cortex_training.states import JobState, job_state
 
+_log = logging.getLogger("cortex_training.local")
 _DEFAULT_EXPERIMENT = "CORTEX_TRAINING"
 
 
@@ -50,7 +54,7 @@ class Service:
         self.checkpoints = CheckpointStore(settings.data_dir)
         self.spelling = Spelling(settings.assumptions)
         self.export_links = ExportLinks(settings.export_link_s)
-        self.execution_log = ExecutionLog(settings.execution_log)
+        self.execution_log = ExecutionLog(settings.execution_log_file)
         self.artifacts = RunArtifacts(settings.data_dir, settings.seal_s)
         self._lifecycle = LifeCycle(settings, self.checkpoints, self._store, self.artifacts)
         self.weather = Weather(settings.faults or Faults())
@@ -65,8 +69,44 @@ class Service:
 
     def start(self) -> None:
         for stored in self._store.read():
-            self._lifecycle.remember(_restored(stored))
+            try:
+                self._take_back(stored)
+            except Refusal as refusal:
+                # Written when the service knew less of what is wrong with a job. Its checkpoints are still there.
+                _log.error("job %s of an earlier run can't be read any more: %s", stored.job_id, refusal.message)
         self._lifecycle.start_watching()
+
+    def _take_back(self, stored: StoredJob) -> None:
+        """Show a job of an earlier run of the service, or let it go on. Raises Refusal when its body is not valid."""
+        spec, (state, reason) = read_job_spec(stored.body), ended_by_restart(stored)
+        job = _restored(stored, spec, [], state, reason)
+        if self.settings.resume_jobs and state == JobState.FAILED != stored.state:
+            try:
+                job.sub_jobs = [self._sub_job(job.job_id, at, one) for at, one in enumerate(spec.sub_jobs)]
+            except Refusal as refusal:
+                job.reason += f", and can't go on: {refusal.message}"
+            else:
+                comeback = comeback_of(job, self.checkpoints, self.requests)
+                if isinstance(comeback, Comeback):
+                    self._resume(job, comeback)
+                    return
+                job.reason = comeback
+        job.sub_jobs = [
+            SubJob(one, one.id_in(job.job_id), ModelChoice(one.model_name, "", None, True)) for one in spec.sub_jobs
+        ]
+        self._lifecycle.remember(job)
+
+    def _resume(self, job: Job, comeback: Comeback) -> None:
+        training = job.first_of("training")
+        if training is not None:
+            training.resumes_from = comeback.training_from
+            lost = "executed, and lost when the service was restarted: it is in no checkpoint that the job goes on from"
+            self.requests.lose(job.job_id, [training.sub_job_id], comeback.lost_after, lost)
+        job.resumed = comeback.note
+        job.move_to(JobState.PENDING, comeback.note)
+        for sub_job in job.sub_jobs:
+            sub_job.log.add(comeback.note, level="WARNING")
+        self._lifecycle.admit(job)
 
     def stop(self) -> None:
         self._lifecycle.shut_down()
@@ -208,20 +248,17 @@ def _experiment_run(job: Job) -> tuple[str, str]:
     return qualified, f"RUN_{job.job_id.replace('-', '_').upper()}"
 
 
-def _restored(stored: StoredJob) -> Job:
-    """A job of an earlier run of the service, which has ended and computes nothing any more."""
-    spec = read_job_spec(stored.body)
-    gone = [SubJob(one, one.id_in(stored.job_id), ModelChoice(one.model_name, "", None, True)) for one in spec.sub_jobs]
+def _restored(stored: StoredJob, spec: JobSpec, sub_jobs: list[SubJob], state: JobState, reason: str) -> Job:
     return Job(
         stored.job_id,
         spec,
         stored.database,
         stored.schema,
-        gone,
-        state=stored.state,
-        reason=stored.reason,
+        sub_jobs,
+        state=state,
+        reason=reason,
         created_at=stored.created_at,
-        updated_at=stored.updated_at,
+        updated_at=stored.updated_at if state == stored.state else time.time(),
         earlier_gpu_seconds=stored.gpu_seconds,
     )
 

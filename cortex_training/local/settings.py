@@ -51,6 +51,8 @@ class ServiceSettings:
     """Also answer the Snowflake connector: logins, SQL, experiment artifacts."""
     session_s: float = 3600.0
     """How long a Snowflake session's token lives."""
+    resume_jobs: bool = False
+    """Let jobs that a killed service left behind go on from what is on disk, instead of showing them as failed."""
     max_body_bytes: int = 65 * MIB
     """One request's body: 60 MiB of chunk, and slack."""
     max_frame_bytes: int = 1024 * MIB
@@ -65,6 +67,13 @@ class ServiceSettings:
     control_port: int = 0
     simulation: Simulation | None = None
     """Operations take the time that this says, and there is no model."""
+
+    @property
+    def execution_log_file(self) -> Path | None:
+        """Where the execution log is. The control port tells from it, so that with one there always is a file."""
+        if self.execution_log is None and self.faults is not None:
+            return self.data_dir / "executions.jsonl"
+        return self.execution_log
 
     @property
     def framework(self) -> Framework:
