@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from cortex_training.answers import DownloadedArtifact, ExecutionLog
 from cortex_training.auth import PatAuth, SnowflakeSessionAuth
@@ -120,8 +119,7 @@ def opened_stage(
         connection = auth.open_connection()
     elif isinstance(auth, PatAuth):
         user, role = (*(identity or []), None, None)[:2]
-        host = urlsplit(settings.base_url).hostname or ""
-        connection = auth.open_connection(host, user, role, settings.database, settings.schema)
+        connection = auth.open_connection(settings.base_url, user, role, settings.database, settings.schema)
     else:
         raise ConfigurationError(
             f"artifacts lie on a Snowflake stage, which {auth!r} does not open; use a connection profile or a token"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 
@@ -62,9 +63,13 @@ class PatAuth:
     def refresh(self, rejected: Mapping[str, str]) -> None:
         return None
 
-    def open_connection(self, host: str, user: str, role: str | None, database: str, schema: str) -> Any:
+    def open_connection(self, base_url: str, user: str, role: str | None, database: str, schema: str) -> Any:
         """A connection of the Snowflake connector with this token; the caller closes it."""
+        address = urlsplit(base_url)
+        host = address.hostname or ""
         arguments: dict[str, Any] = {"role": role} if role else {}
+        if address.port is not None:
+            arguments |= {"port": address.port, "protocol": address.scheme}
         return _open_connection(
             f"the Snowflake account at {host}",
             host=host,
