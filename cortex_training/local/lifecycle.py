@@ -147,21 +147,26 @@ class LifeCycle:
             reason = "simulated: operations take their time, and there is no model"
         elif reason:
             _log.warning("job %s: %s", job.job_id, reason)
-        self._move(job, JobState.RUNNING, reason)
+        self._move(job, JobState.RUNNING, "; ".join(filter(None, [job.resumed, reason])))
         for sub_job in job.sub_jobs:
             sub_job.log.add(f"{sub_job.model.name} is ready on the model {sub_job.model.runs}")
 
     def _build_engine(self, sub_job: SubJob) -> Any:
         """Load the model and the checkpoint it starts from, in the sub-job's thread."""
         engine, source = self._new_engine(sub_job), sub_job.spec.source
-        if source is not None:
+        if sub_job.resumes_from is not None:
+            engine.load(sub_job.resumes_from.folder)
+        elif source is not None:
             engine.load(self._checkpoints.find(source.job_id or "", source.checkpoint_id).folder)
         return engine
 
     def _new_engine(self, sub_job: SubJob) -> Any:
         spec = sub_job.spec
         if self._settings.simulation is not None:
-            return self._settings.simulation.engine(spec, self._settings.assumptions)
+            job_id, _, position = sub_job.sub_job_id.partition(":")
+            # Ids are random; the order in which jobs were created is the same every time.
+            place = f"{tuple(self.jobs).index(job_id)}:{position}"
+            return self._settings.simulation.engine(spec, self._settings.assumptions, place)
         # Imported here and not above: these import torch, which takes seconds.
         from cortex_training.local.engine.process import prepare_process
         from cortex_training.local.engine.sampling import SamplingEngine

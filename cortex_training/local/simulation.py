@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import random
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,14 +49,13 @@ class Simulation:
     durations: Mapping[str, Duration]
     """By operation; `default` for those that are not named."""
     seed: int = 0
-    _engines: itertools.count[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
-    def engine(self, spec: SubJobSpec, assumptions: Assumptions) -> SimulatedTraining | SimulatedSampling:
-        """What a sub-job computes with instead of a model."""
+    def engine(self, spec: SubJobSpec, assumptions: Assumptions, place: str) -> SimulatedTraining | SimulatedSampling:
+        """What a sub-job computes with instead of a model. Durations follow from its `place` among all others."""
         # Imported here because it needs what settings need not.
         from cortex_training.local.simulated_engine import SimulatedSampling, SimulatedTraining
 
-        pace = Pace(self, next(self._engines))
+        pace = Pace(self, place)
         if spec.kind == "training":
             return SimulatedTraining(spec, assumptions, pace)
         return SimulatedSampling(spec, pace)
@@ -66,9 +64,9 @@ class Simulation:
 class Pace:
     """The durations of one sub-job's operations, in order."""
 
-    def __init__(self, simulation: Simulation, sub_job: int) -> None:
+    def __init__(self, simulation: Simulation, place: str) -> None:
         self._simulation = simulation
-        self._sub_job = sub_job
+        self._place = place
         self._counts: dict[str, int] = {}
 
     def next(self, operation: str) -> float:
@@ -76,7 +74,7 @@ class Pace:
         number = self._counts[operation] = self._counts.get(operation, 0) + 1
         durations = self._simulation.durations
         duration = durations.get(operation) or durations.get(_DEFAULT) or Duration(0.0)
-        origin = f"{self._simulation.seed}/{self._sub_job}/{operation}/{number}"
+        origin = f"{self._simulation.seed}/{self._place}/{operation}/{number}"
         digest = hashlib.sha256(origin.encode()).digest()
         return duration.draw(number, random.Random(int.from_bytes(digest[:8], "big")))
 
