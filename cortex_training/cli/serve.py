@@ -38,6 +38,11 @@ def _add_serve(subparsers: Any) -> None:
     serve.add_argument(
         "--model", action="append", default=[], metavar="ID=PATH", help="run this model id from a local folder"
     )
+    serve.add_argument(
+        "--resume-jobs",
+        action="store_true",
+        help="let jobs that a killed service left go on from their last checkpoint, instead of failing them",
+    )
     serve.add_argument("--strict-models", action="store_true", help="refuse models that are not here; no tiny stand-in")
     serve.add_argument("--gpus", type=int, default=16, help="simulated GPUs of each hardware type (default: 16)")
     serve.add_argument("--threads", type=int, default=1, help="torch's threads (default: 1)")
@@ -124,6 +129,7 @@ def run_serve(options: argparse.Namespace) -> int:
             threads=options.threads,
             models=dict(_model_folder_option(option) for option in options.model),
             strict_models=options.strict_models,
+            resume_jobs=options.resume_jobs,
             execution_log=options.execution_log,
             execution_log_weights=options.execution_log_weights,
             faults=read_faults(options.faults) if options.faults else None,

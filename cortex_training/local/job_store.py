@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import sqlite3
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,23 +79,9 @@ class JobStore:
         )
 
     def read(self) -> Iterator[StoredJob]:
-        """Every job, oldest first. Those that a killed service had not ended come as failed."""
+        """Every job, oldest first, as it was when the service that wrote it ended or was killed."""
         for row in self._rows.execute("SELECT * FROM jobs ORDER BY created_at, rowid").fetchall():
-            stored = StoredJob(row[0], row[1], row[2], json.loads(row[3]), JobState(row[4]), *row[5:])
-            if stored.state in (JobState.CANCELLED, JobState.TERMINATED, JobState.FAILED):
-                yield stored
-            else:
-                yield StoredJob(
-                    stored.job_id,
-                    stored.database,
-                    stored.schema,
-                    stored.body,
-                    JobState.FAILED,
-                    "the service was restarted while the job was " + stored.state,
-                    stored.created_at,
-                    time.time(),
-                    stored.gpu_seconds,
-                )
+            yield StoredJob(row[0], row[1], row[2], json.loads(row[3]), JobState(row[4]), *row[5:])
 
     def close(self) -> None:
         self._rows.close()

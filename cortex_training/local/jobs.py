@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+from cortex_training.local.checkpoints import Checkpoint
 from cortex_training.local.chunks import ChunkGroups
 from cortex_training.local.job_spec import JobSpec, SubJobSpec
 from cortex_training.local.models import ModelChoice
@@ -32,6 +33,8 @@ class SubJob:
     engine: Any = None
     """A TrainingEngine or SamplingEngine, while the job runs."""
     worker: Executor | None = None
+    resumes_from: Checkpoint | None = None
+    """Its own checkpoint that it goes on from after a restart, instead of where its job's creation says."""
     before_next: deque[Callable[[], None]] = field(default_factory=deque)
     """What its thread does before the next operation."""
     restarting_until: float = 0.0
@@ -67,6 +70,8 @@ class Job:
     """When it was last asked to do something, or finished doing it."""
     earlier_gpu_seconds: float = 0.0
     """Counted before the service was restarted."""
+    resumed: str = ""
+    """What a job that goes on after a restart says of it."""
     in_flight: int = 0
     """Executions that wait or run."""
     requests: dict[str, Request] = field(default_factory=dict, repr=False)
@@ -94,7 +99,7 @@ class Job:
         if self.running_clock is None:
             return self.earlier_gpu_seconds
         until = self.ended_clock if self.ended_clock is not None else time.monotonic()
-        return self.spec.n_gpus * (until - self.running_clock)
+        return self.earlier_gpu_seconds + self.spec.n_gpus * (until - self.running_clock)
 
     def note_execution(self, execution: Execution) -> None:
         """Count what a sub-job's thread did, if it did anything."""
