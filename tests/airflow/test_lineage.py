@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from airflow.providers.openlineage.extractors.manager import ExtractorManager
+from airflow.sdk import AssetAlias
+from airflow.sdk.execution_time.context import OutletEventAccessors
 from airflow.utils.state import TaskInstanceState
 
 from airflow_cortex_training.operators.checkpoints import CortexTrainingExportOperator, CortexTrainingPublishOperator
 from airflow_cortex_training.operators.datasets import CortexTrainingBuildDatasetOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
-from cortex_training.publication import PublicationLog, SaveManifest
+from cortex_training.publication import Entry, PublicationLog, SaveManifest
 
 ROWS = [(f"What comes after {n}?", f"After {n} comes {n + 1}.") for n in range(20)]
 
@@ -44,8 +46,13 @@ def test_tables_of_the_query_become_the_dataset(monkeypatch: pytest.MonkeyPatch,
         out=str(tmp_path / "dataset"),
         tokenizer=str(model_folder("tiny")),
         max_seq_len=128,
+        outlets=[AssetAlias("training-data")],
     )
-    built = task.execute(task_run().context())
+    events = OutletEventAccessors()
+    built = task.execute({**task_run().context(), "outlet_events": events})
+    (event,) = events[AssetAlias("training-data")].asset_alias_events
+    assert event.dest_asset_key.uri == f"file://{built['manifest']}"
+    assert event.extra["content_sha256"] == built["content_sha256"]
 
     told = _told(task)
     assert {(i.namespace, i.name) for i in told.inputs} == {
@@ -73,14 +80,22 @@ def test_a_training_run_that_ended_in_the_triggerer_names_its_dataset_job_and_pu
     conn = connection()
     plan = {"root": "/mnt/runs/r1", "dataset": "/mnt/datasets/d1/manifest.json"}
     task = CortexTrainingTrainOperator(task_id="train", conn_id=conn, plan=plan, deferrable=True)
-    result = {"root": "/mnt/runs/r1", "job_id": "job-1", "steps": 4, "first_loss": 2.0, "last_loss": 1.0, "entry": "e1"}
+    entry = Entry(1, 4, "exec/a/cp_1").name
+    result = {
+        "root": "/mnt/runs/r1",
+        "job_id": "job-1",
+        "steps": 4,
+        "first_loss": 2.0,
+        "last_loss": 1.0,
+        "entry": entry,
+    }
     task.execute_complete(task_run().context(), {"status": "trained", "root": "/mnt/runs/r1", "result": result})
 
     told = _told(task)
     assert [(i.namespace, i.name) for i in told.inputs] == [("file", "/mnt/datasets/d1/manifest.json")]
     (output,) = told.outputs
     assert (output.namespace, output.name) == ("file", "/mnt/runs/r1")
-    assert output.facets["version"].datasetVersion == "e1"
+    assert output.facets["version"].datasetVersion == entry
     query = told.run_facets["externalQuery"]
     assert query.externalQueryId == "job-1"
     assert query.source == "cortex-training://acme.example/TRAINING/PUBLIC/cortex-training"
