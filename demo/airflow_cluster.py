@@ -1,4 +1,4 @@
-"""A whole Airflow on this machine, for the demo and the live tests: four components, each in a session of its own.
+"""A whole Airflow on this machine, for the demo and the live tests: every component in a session of its own.
 
 Everything lives in one folder and on free loopback ports, so that two clusters never meet. Components are started in
 sessions of their own because Airflow leaves children behind when only the parent is told to stop;
@@ -20,12 +20,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 COMPONENTS = ("api-server", "scheduler", "dag-processor", "triggerer")
+SECOND_TRIGGERER = "triggerer-2"
 TERMINAL_RUN_STATES = frozenset({"success", "failed"})
 
 _START_TIMEOUT_S = 180.0
@@ -41,14 +42,16 @@ class ClusterError(RuntimeError):
 
 
 class AirflowCluster:
-    """Airflow with SQLite and LocalExecutor below `home`.
+    """Airflow with LocalExecutor below `home`, on SQLite unless told otherwise.
 
     Args:
         home: folder to create; becomes AIRFLOW_HOME.
-        dags_folder: folder of DAG files.
+        dags_folder: folder of DAG files, or several.
         connections: connection id -> connection as JSON-able mapping; handed over in AIRFLOW_CONN_* variables.
         environment: further variables of every component and task, e.g. ``AIRFLOW__TRIGGERER__CAPACITY``.
         parallelism: tasks at once.
+        triggerers: one, or two that take over from each other.
+        database_url: SQLAlchemy URL of an empty metadata database, e.g. ``postgresql+psycopg2://...``.
 
     Use it as a context manager, or call `start` and `stop`.
     """
@@ -56,19 +59,25 @@ class AirflowCluster:
     def __init__(
         self,
         home: str | os.PathLike[str],
-        dags_folder: str | os.PathLike[str],
+        dags_folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         connections: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
         parallelism: int = 4,
+        triggerers: int = 1,
+        database_url: str | None = None,
     ) -> None:
+        folders = [dags_folder] if isinstance(dags_folder, (str, os.PathLike)) else list(dags_folder)
+        self.components = COMPONENTS + ((SECOND_TRIGGERER,) if triggerers > 1 else ())
         self.home = Path(home).resolve()
         self.logs = self.home / "component-logs"
         self.port, log_port, trigger_log_port = _free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._sessions: set[int] = set()
+        self._triggerer_jobs: dict[str, int] = {}
         self._token = ""
+        self.database_url = database_url or f"sqlite:///{self.home}/airflow.db"
         self._environment = {
             **_inherited(),
             "AIRFLOW_HOME": str(self.home),
@@ -78,13 +87,14 @@ class AirflowCluster:
             "AIRFLOW__API__SECRET_KEY": secrets.token_hex(32),
             "AIRFLOW__API__WORKERS": "1",
             "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_hex(64),
-            "AIRFLOW__CORE__DAGS_FOLDER": str(Path(dags_folder).resolve()),
+            "AIRFLOW__CORE__DAGS_FOLDER": str(Path(folders[0]).resolve()),
             "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{self.url}/execution/",
             "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
             "AIRFLOW__CORE__FERNET_KEY": _fernet_key(),
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
             "AIRFLOW__CORE__PARALLELISM": str(parallelism),
             "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+            "AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST": _bundles(folders),
             "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "5",
             "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "10",
             "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(log_port),
@@ -95,6 +105,7 @@ class AirflowCluster:
             "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
+            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": self.database_url,
             **{f"AIRFLOW_CONN_{name.upper()}": json.dumps(value) for name, value in (connections or {}).items()},
             **(environment or {}),
         }
@@ -120,13 +131,19 @@ class AirflowCluster:
             for component in COMPONENTS:
                 self.start_component(component)
             self._wait_until_healthy()
+            self._note_triggerer("triggerer")
+            if SECOND_TRIGGERER in self.components:
+                self.restart_triggerer(SECOND_TRIGGERER)
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
         """End every process of every component that was ever started here."""
-        for component in reversed(COMPONENTS):
+        for session in self._sessions:
+            # A process that stands still acts on no signal but SIGKILL.
+            _signal_session(session, signal.SIGCONT)
+        for component in reversed(self.components):
             if component in self._processes:
                 self._processes[component].terminate()
         deadline = time.monotonic() + _GRACE_S
@@ -135,14 +152,17 @@ class AirflowCluster:
                 process.wait(timeout=max(0.1, deadline - time.monotonic()))
         for session in self._sessions:
             # Also sessions whose leader is long dead: a killed triggerer leaves its log server behind.
-            _kill_session(session)
+            _signal_session(session, signal.SIGKILL)
         for process in self._processes.values():
             process.wait()
         self._processes.clear()
 
     def start_component(self, component: str) -> None:
-        """Start one of `COMPONENTS`; its output is appended to ``component-logs/<component>.log``."""
+        """Start one of `components`; its output is appended to ``component-logs/<component>.log``."""
         command = [sys.executable, "-m", "airflow", component]
+        if component == SECOND_TRIGGERER:
+            # The first one serves the logs of both: they write into one folder.
+            command[-1:] = ["triggerer", "--skip-serve-logs"]
         with open(self.logs / f"{component}.log", "ab") as log:
             process = subprocess.Popen(
                 command,
@@ -162,7 +182,7 @@ class AirflowCluster:
         """
         process = self._processes[component]
         if how == signal.SIGKILL:
-            _kill_session(process.pid)
+            _signal_session(process.pid, signal.SIGKILL)
         else:
             process.send_signal(how)
         try:
@@ -172,13 +192,61 @@ class AirflowCluster:
                 f"{component} still runs {_SIGNAL_TIMEOUT_S:.0f} s after {how.name}{self._tail(component)}"
             ) from None
         # What the leader left behind (the triggerer's log server) would hold the port of the next one.
-        _kill_session(process.pid)
+        _signal_session(process.pid, signal.SIGKILL)
 
-    def start_triggerer(self) -> None:
-        self.start_component("triggerer")
+    def restart_triggerer(self, component: str = "triggerer") -> None:
+        """Start a triggerer (again) and wait until it has registered itself."""
+        self.start_component(component)
+        self._note_triggerer(component)
 
-    def kill_triggerer(self, how: signal.Signals = signal.SIGKILL) -> None:
-        self.kill_component("triggerer", how)
+    def _note_triggerer(self, component: str) -> None:
+        """Remember which of Airflow's jobs a triggerer is: the newest, as they are started one after another."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            jobs = self.request("GET", "/jobs", query={"job_type": "TriggererJob", "order_by": "-id", "limit": 1})[
+                "jobs"
+            ]
+            if jobs and jobs[0]["id"] > max(self._triggerer_jobs.values(), default=0):
+                self._triggerer_jobs[component] = int(jobs[0]["id"])
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{component} did not register within {_START_TIMEOUT_S:.0f} s{self._tail(component)}"
+                )
+            time.sleep(0.3)
+
+    def freeze_component(self, component: str) -> None:
+        """Let every process of a component stand still, as a machine does that swaps or was suspended."""
+        _signal_session(self._processes[component].pid, signal.SIGSTOP)
+
+    def thaw_component(self, component: str) -> None:
+        _signal_session(self._processes[component].pid, signal.SIGCONT)
+
+    def triggerer_of(self, dag_id: str, run_id: str, task_id: str) -> str | None:
+        """The component whose process runs the trigger of a deferred task; None while none does."""
+        ti = self.request("GET", f"{_run_path(dag_id, run_id)}/taskInstances/{task_id}")
+        return self.owner_of(ti)
+
+    def owner_of(self, ti: Mapping[str, Any]) -> str | None:
+        """`triggerer_of` for a task instance as the REST API shows it."""
+        job_id = (ti.get("triggerer_job") or {}).get("id")
+        return next((name for name in self.pids() if self._triggerer_jobs.get(name) == job_id), None)
+
+    def kill_task(self, ti_id: str, *, supervisor_too: bool = False) -> None:
+        """SIGKILL the process that executes a task instance; with its supervisor, nobody tells Airflow about it."""
+        for pid, _session in _sessions():
+            try:
+                title = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").strip("\0 ")
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if title == f"airflow worker -- {ti_id}":
+                if supervisor_too:
+                    # First, so that it can't report what happens to its child.
+                    os.kill(parent, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise ClusterError(f"no process executes task instance {ti_id}")
 
     def pids(self) -> dict[str, int]:
         """Process id (and group id) of each component that runs."""
@@ -325,7 +393,7 @@ class AirflowCluster:
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"not healthy after {_START_TIMEOUT_S:.0f} s: {self._unhealthy()}"
-                    + "".join(map(self._tail, COMPONENTS))
+                    + "".join(map(self._tail, self.components))
                 )
             time.sleep(0.5)
 
@@ -446,12 +514,25 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _kill_session(session: int) -> None:
+def _signal_session(session: int, how: signal.Signals) -> None:
     """By session, not by group: Airflow gives each task process a group of its own."""
     for pid, its_session in _sessions():
         if its_session == session:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, how)
+
+
+def _bundles(folders: Sequence[str | os.PathLike[str]]) -> str:
+    return json.dumps(
+        [
+            {
+                "name": f"dags-{number}",
+                "classpath": "airflow.dag_processing.bundles.local.LocalDagBundle",
+                "kwargs": {"path": str(Path(folder).resolve())},
+            }
+            for number, folder in enumerate(folders)
+        ]
+    )
 
 
 def _sessions() -> Iterable[tuple[int, int]]:

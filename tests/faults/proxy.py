@@ -55,13 +55,15 @@ class FaultProxy:
     ``answer`` replies with `status` unforwarded, ``hold`` executes and keeps the reply back until `released` is set,
     ``twice`` forwards the request a second time behind the first, ``late`` closes the connection and forwards the
     request `delay_s` seconds later. `before` is called before the request is forwarded, `after` with the service's
-    JSON answer before the client gets it. `upstream` may be changed at any time.
+    JSON answer before the client gets it. `upstream` may be changed at any time, and so may `token`: the one credential
+    that is let through, while there is one.
     """
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream
         self.rules: list[Rule] = []
         self.lines: list[str] = []
+        self.token: str | None = None
         self.base_url = ""
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -109,6 +111,8 @@ class FaultProxy:
         line = f"{request.method} {request.path}"
         self.lines.append(line)
         body = await request.read()
+        if self.token is not None and self.token not in request.headers.get("Authorization", ""):
+            return web.json_response({"code": "390303", "message": "Invalid OAuth access token."}, status=401)
         rule = next((r for r in self.rules if r.applies(line)), None) or Rule("", "forward")
         if rule.before is not None:
             await self._aside(rule.before)

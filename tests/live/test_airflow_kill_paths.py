@@ -1,98 +1,94 @@
-"""What may cancel a job of a deferred training run, and what may not, on a real cluster."""
+"""What may cancel the job of a deferred training run, and what may not."""
 
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cortex_training.client import CortexTrainingClient
 from cortex_training.publication import PosixStore
 from cortex_training.states import is_terminal_job
-from cortex_training.training import status
 from cortex_training.training.journal import read_journal
-from demo.airflow_cluster import AirflowCluster
-from tests.faults.proxy import FaultProxy
-from tests.live.conftest import QUICK_FAILOVER, cortex_connection, training_plan
+from tests.faults.proxy import ANSWER
+from tests.live.conftest import Night, confirmed_step, run_status, wait_until
 
-DAG_ID = "train_only"
 ENDLESS = 100_000
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
-def test_only_a_user_cancels_the_job_of_a_deferred_run(
-    start_airflow: Callable[..., AirflowCluster], local_service: Any, tmp_path: Path
-) -> None:
-    with FaultProxy(local_service.base_url) as proxy, _client(local_service) as client:
-        airflow = start_airflow(connections={"ct": cortex_connection(local_service, proxy)}, environment=QUICK_FAILOVER)
+def test_a_triggerer_that_is_stopped_or_stood_still_cancels_nothing(night: Night) -> None:
+    plan = night.plan("run", steps=ENDLESS)
+    run = night.start("train_only", plan=plan)
+    wait_until(lambda: confirmed_step(plan) > 2, "the run trains")
 
-        # Deployments stop the triggerer: nothing is cancelled, the run is released and goes on in the same job.
-        first = training_plan(tmp_path, "first", steps=ENDLESS)
-        first_run = airflow.trigger_dag(DAG_ID, {"plan": first})
-        _wait(lambda: _step(first) > 2)
-        second = training_plan(tmp_path, "second", steps=ENDLESS)
-        second_run = airflow.trigger_dag(DAG_ID, {"plan": second})
-        _wait(lambda: _step(second) > 2)
-        airflow.kill_triggerer(signal.SIGTERM)
-        assert [_last_record(plan) for plan in (first, second)] == ["released", "released"]
-        assert proxy.count(":cancel") == 0
-        stopped_at = _step(first), _step(second)
-        airflow.start_triggerer()
-        _wait(lambda: _step(first) > stopped_at[0] and _step(second) > stopped_at[1])
-        assert [len(_jobs(plan)) for plan in (first, second)] == [1, 1]
+    # A deployment stops the triggerer: it releases the run, and another one goes on in the same job.
+    stopped = run.triggerer_of("train")
+    night.airflow.kill_component(stopped, signal.SIGTERM)
+    released = [r.type for r in read_journal(PosixStore(plan["root"]))].index("released")
+    began_at = confirmed_step(plan)
+    wait_until(lambda: confirmed_step(plan) > began_at, "the other triggerer goes on")
+    assert run.triggerer_of("train") != stopped
+    assert released > 0
+    night.airflow.restart_triggerer(stopped)
 
-        # A user clears one task: its old job is cancelled, it goes on in a new one, the other run does not notice.
-        airflow.clear_tasks(DAG_ID, first_run, ["train"])
-        _wait(lambda: len(_jobs(first)) == 2)
-        old, new = _jobs(first)
-        _wait(lambda: is_terminal_job(client.get_job(old)["status"]))
-        began_at = _step(first)
-        _wait(lambda: _step(first) > began_at)
-        assert client.get_job(new)["status"] == "running"
-        (bystander,) = _jobs(second)
-        assert client.get_job(bystander)["status"] == "running"
-        assert 1 <= proxy.count(f"{old}:cancel") <= 2
+    # A triggerer stands still until another one has its triggers, and comes back: it is told that a user cancelled.
+    frozen = run.triggerer_of("train")
+    night.airflow.freeze_component(frozen)
+    wait_until(lambda: run.triggerer_of("train") != frozen, "the trigger moves")
+    night.airflow.thaw_component(frozen)
+    wait_until(lambda: "cancelled by user action" in night.airflow.log_tail(frozen, 200_000), "it hears of it")
+    began_at = confirmed_step(plan)
+    wait_until(lambda: confirmed_step(plan) > began_at + 2, "the run goes on")
+    assert night.cancels() == 0
+    assert len(night.live_jobs()) == 1
 
-        # A user marks it failed: the job it has now is cancelled, and only that one.
-        airflow.set_task_state(DAG_ID, first_run, "train", "failed")
-        _wait(lambda: is_terminal_job(client.get_job(new)["status"]))
-        assert 1 <= proxy.count(f"{new}:cancel") <= 2
-        assert client.get_job(bystander)["status"] == "running"
-        assert proxy.count(f"{bystander}:cancel") == 0
-        assert airflow.wait_for_run(DAG_ID, first_run, timeout_s=60) == "success"  # its last task cancels, and did
-
-        airflow.set_task_state(DAG_ID, second_run, "train", "failed")
-        _wait(lambda: is_terminal_job(client.get_job(bystander)["status"]))
+    # The user marks the task failed. The service is busy for longer than Airflow lets a trigger's on_kill live.
+    (job_id,) = night.live_jobs()
+    night.proxy.add(":cancel$", ANSWER, times=2, status=503, headers={"Retry-After": "3"}, body={"message": "busy"})
+    run.mark("train", "failed")
+    run.wait("success")  # its last task cancels what is left, and nothing is
+    wait_until(lambda: night.jobs()[job_id] == "cancelled", "the job is cancelled")
+    night.settle()
 
 
-def _client(service: Any) -> CortexTrainingClient:
-    return CortexTrainingClient(service.base_url, service.database, service.schema)
+def test_a_cleared_task_gets_a_new_job_and_others_notice_nothing(night: Night) -> None:
+    plan, other = night.plan("run", steps=ENDLESS), night.plan("other", steps=ENDLESS)
+    run, bystander = night.start("train_only", plan=plan), night.start("train_only", plan=other)
+    wait_until(lambda: min(map(confirmed_step, (plan, other))) > 1, "both train")
+    (old,), (theirs,) = jobs_of(plan), jobs_of(other)
+
+    run.clear("train")
+    wait_until(lambda: len(jobs_of(plan)) == 2, "the new try has a job")
+    new = jobs_of(plan)[1]
+    wait_until(lambda: is_terminal_job(night.jobs()[old]), "the old job is cancelled")
+    began_at = confirmed_step(plan)
+    wait_until(lambda: confirmed_step(plan) > began_at, "it trains in the new job")
+    assert sorted(night.live_jobs()) == sorted([new, theirs])
+    assert 1 <= night.cancels(old) <= 2
+
+    run.mark("train", "failed")
+    wait_until(lambda: is_terminal_job(night.jobs()[new]), "its present job is cancelled")
+    assert 1 <= night.cancels(new) <= 2
+    assert night.cancels(theirs) == 0
+    bystander.mark("train", "failed")
+    night.settle(jobs=3)
 
 
-def _wait(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.3)
+def test_time_limits_hold_over_a_deferral_and_end_the_job(night: Night) -> None:
+    late_task, late_run = night.plan("task", steps=ENDLESS), night.plan("run", steps=ENDLESS)
+    limited, timed_out = night.start("train_20_s", plan=late_task), night.start("run_30_s", plan=late_run)
+    timed_out.wait("failed")
+    limited.wait("success")  # its last task runs whatever happened
+    assert limited.states()["train"] == "failed"
+    assert "did not end within 20 s" in limited.log("train")
+    assert timed_out.states()["train"] == "skipped"
+    night.settle(jobs=2)
+    for plan in (late_task, late_run):
+        (job_id,) = jobs_of(plan)
+        assert 1 <= night.cancels(job_id) <= 2
 
 
-def _step(plan: dict[str, Any]) -> int:
-    """Steps that the present segment of the run has confirmed; -1 when no run was begun."""
-    try:
-        current = status(plan["root"]).state.current
-    except Exception:
-        return -1
-    return current.confirmed_step if current else -1
-
-
-def _jobs(plan: dict[str, Any]) -> list[str]:
-    return status(plan["root"]).state.job_ids
-
-
-def _last_record(plan: dict[str, Any]) -> str:
-    return read_journal(PosixStore(plan["root"]))[-1].type
+def jobs_of(plan: dict[str, object]) -> list[str]:
+    told = run_status(plan)
+    return told.state.job_ids if told else []
