@@ -433,15 +433,13 @@ class AsyncCortexTrainingClient:
             lambda stage: artifacts.download_chunked(stage, artifacts.METRICS, job_id, output_dir, resume=resume),
         )
 
-    async def _on_stage(self, job_id: str, work: Callable[[artifacts.ConnectorStage], list[T]]) -> list[T]:
+    async def _on_stage(self, job_id: str, work: Callable[[artifacts.Stage], list[T]]) -> list[T]:
         run = await self.get_experiment_run(job_id)
-        identity = None
-        if isinstance(self._settings.auth, PatAuth):
-            query = statements.first_row(self._context, artifacts.IDENTITY_QUERY, self.database, self.schema)
-            identity = await self._run(query)
+        query = artifacts.stage_query(self._settings, run)
+        row = await self._run(statements.first_row(self._context, query, self.database, self.schema)) if query else None
 
         def opened() -> list[T]:
-            with artifacts.opened_stage(self._settings, run, identity) as stage:
+            with artifacts.opened_stage(self._settings, run, row) as stage:
                 return work(stage)
 
         return await asyncio.to_thread(opened)

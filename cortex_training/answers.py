@@ -116,11 +116,12 @@ class LogPage(TypedDict, total=False):
 
 
 class ExecutionLog(TypedDict, total=False):
-    """A log file, with `content`, or with `error` where it could not be fetched."""
+    """A log file, with `content`, or with `error` where it could not be fetched; with `s3_uri` where that is known."""
 
     sub_job_id: str
     filename: str
     artifact_uri: str
+    s3_uri: str
     content: str
     error: str
 

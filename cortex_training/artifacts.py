@@ -1,6 +1,7 @@
 """Files that a job leaves in its experiment run: execution logs, console output, GPU metrics.
 
-They lie on a Snowflake stage and are read with the Snowflake connector. Console output and metrics come in compressed
+They lie on a Snowflake stage and are read with the Snowflake connector, or from the bucket behind the stage
+(`cortex_training._bucket_stage`). Console output and metrics come in compressed
 chunks that are put together here. Names on the stage come from outside: each is checked before it becomes a path.
 """
 
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from cortex_training._bucket_stage import BucketStage, credentials_query
 from cortex_training.answers import DownloadedArtifact, ExecutionLog
-from cortex_training.auth import PatAuth, SnowflakeSessionAuth
+from cortex_training.auth import Auth, NoAuth, PatAuth, SnowflakeSessionAuth, connector_is_installed
 from cortex_training.errors import ConfigurationError, ProtocolError
 from cortex_training.paths import safe_relative
 from cortex_training.settings import ClientSettings
@@ -49,6 +51,9 @@ class Stage(Protocol):
 
     def uri(self, path: str) -> str: ...
 
+    def s3_uri(self, path: str) -> str | None:
+        """Where the file lies in a bucket, where that is known."""
+
     def files(self, root: str) -> list[str]:
         """Paths of the files below `root`."""
 
@@ -60,18 +65,18 @@ class ConnectorStage:
     """An experiment run's stage, through a connection of the Snowflake connector."""
 
     def __init__(self, connection: Any, run: Mapping[str, Any]) -> None:
-        names = []
-        for field in ("experiment_name", "experiment_run_name"):
-            value = run.get(field)
-            if not isinstance(value, str) or not value:
-                raise ProtocolError(f"the experiment run has no {field}, so its files cannot be found")
-            names.append(value)
         self._connection = connection
-        self._run_name = names[1]
-        self._base = f"snow://experiment/{names[0]}/versions/{names[1]}/"
+        self._base = run_uri(run)
+        self._run_name = run["experiment_run_name"]
 
     def uri(self, path: str) -> str:
         return f"{self._base}{path}"
+
+    def s3_uri(self, path: str) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._connection.close()
 
     def files(self, root: str) -> list[str]:
         found = []
@@ -102,32 +107,63 @@ class ConnectorStage:
             cursor.close()
 
 
-IDENTITY_QUERY = "SELECT CURRENT_USER(), CURRENT_ROLE()"
+_IDENTITY_QUERY = "SELECT CURRENT_USER(), CURRENT_ROLE()"
 """Who a token belongs to: the connector wants to be told, the service's API does not."""
 
 
-@contextmanager
-def opened_stage(
-    settings: ClientSettings, run: Mapping[str, Any], identity: list[Any] | None
-) -> Iterator[ConnectorStage]:
-    """The stage of an experiment run, over a connection of its own that is closed at the end.
+def run_uri(run: Mapping[str, Any]) -> str:
+    """Where Snowflake keeps a run's files. Raises `ProtocolError` for a run without its names."""
+    for field in ("experiment_name", "experiment_run_name"):
+        value = run.get(field)
+        if not isinstance(value, str) or not value:
+            raise ProtocolError(f"the experiment run has no {field}, so its files cannot be found")
+    return f"snow://experiment/{run['experiment_name']}/versions/{run['experiment_run_name']}/"
 
-    `identity` is the row of `IDENTITY_QUERY`, needed with a programmatic access token only.
+
+def stage_query(settings: ClientSettings, run: Mapping[str, Any]) -> str | None:
+    """The SQL query whose first row `opened_stage` needs; None when it needs none.
+
+    Raises `ConfigurationError` for a client without a Snowflake credential.
     """
     auth = settings.auth
-    if isinstance(auth, SnowflakeSessionAuth):
-        connection = auth.open_connection()
-    elif isinstance(auth, PatAuth):
-        user, role = (*(identity or []), None, None)[:2]
-        connection = auth.open_connection(settings.base_url, user, role, settings.database, settings.schema)
-    else:
+    if isinstance(auth, NoAuth):
         raise ConfigurationError(
             f"artifacts lie on a Snowflake stage, which {auth!r} does not open; use a connection profile or a token"
         )
+    if not _uses_connector(auth):
+        return credentials_query(run_uri(run))
+    return _IDENTITY_QUERY if isinstance(auth, PatAuth) else None
+
+
+def _uses_connector(auth: Auth) -> bool:
+    """The connector takes profiles and tokens, if it is there; a session of a profile shows that it is."""
+    if isinstance(auth, SnowflakeSessionAuth):
+        return True
+    return isinstance(auth, PatAuth) and connector_is_installed()
+
+
+@contextmanager
+def opened_stage(settings: ClientSettings, run: Mapping[str, Any], row: list[Any] | None) -> Iterator[Stage]:
+    """The stage of an experiment run, over a connection of its own that is closed at the end.
+
+    `row` is the first row of what `stage_query` asks for.
+    """
+    auth = settings.auth
+    stage: ConnectorStage | BucketStage
+    if not _uses_connector(auth):
+        stage = BucketStage(settings, run_uri(run), (row or [None])[0])
+    elif isinstance(auth, SnowflakeSessionAuth):
+        stage = ConnectorStage(auth.open_connection(), run)
+    else:
+        assert isinstance(auth, PatAuth)
+        user, role = (*(row or []), None, None)[:2]
+        stage = ConnectorStage(
+            auth.open_connection(settings.base_url, user, role, settings.database, settings.schema), run
+        )
     try:
-        yield ConnectorStage(connection, run)
+        yield stage
     finally:
-        connection.close()
+        stage.close()
 
 
 def _quoted(text: str) -> str:
@@ -153,6 +189,9 @@ def fetch_execution_logs(stage: Stage, job_id: str) -> list[ExecutionLog]:
     logs: list[ExecutionLog] = []
     for path, sub_job, filename in sorted(_own_files(stage, "_logs", job_id)):
         entry = ExecutionLog(sub_job_id=sub_job, filename=filename, artifact_uri=stage.uri(path), content="")
+        s3_uri = stage.s3_uri(path)
+        if s3_uri is not None:
+            entry["s3_uri"] = s3_uri
         try:
             with _fetched(stage, path) as file:
                 entry["content"] = file.read_bytes().decode("utf-8", "replace")

@@ -10,10 +10,12 @@ import base64
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -312,6 +314,16 @@ def _checked_secret(field: str, value: object) -> str:
     if any(ord(character) < 33 or ord(character) > 126 for character in text):
         raise ConfigurationError(f"{field}: holds a character that no token has; was it copied whole?", field=field)
     return text
+
+
+def connector_is_installed() -> bool:
+    """Whether `snowflake.connector` can be imported; it is not imported to find out."""
+    if "snowflake.connector" in sys.modules:
+        return sys.modules["snowflake.connector"] is not None
+    try:
+        return find_spec("snowflake.connector") is not None
+    except (ImportError, ValueError):  # no package of this name, or one that says nothing of where it came from
+        return False
 
 
 def _open_connection(described: str, **arguments: Any) -> Any:

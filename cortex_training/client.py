@@ -491,8 +491,9 @@ class CortexTrainingClient:
     def fetch_execution_logs(self, job_id: str) -> list[ExecutionLog]:
         """Every log file of the job's experiment run: `sub_job_id`, `filename`, `artifact_uri`, `content`.
 
-        A file that cannot be fetched has an `error` and no content. Needs a Snowflake credential and the Snowflake
-        connector, as the downloads below do.
+        A file that cannot be fetched has an `error` and no content. Needs a Snowflake credential, and the Snowflake
+        connector or (without it, or with an OAuth token or a key pair) boto3, as the downloads below do; then there is
+        an `s3_uri` too.
         """
         with self._stage(job_id) as stage:
             return artifacts.fetch_execution_logs(stage, job_id)
@@ -514,13 +515,11 @@ class CortexTrainingClient:
         with self._stage(job_id) as stage:
             return artifacts.download_chunked(stage, artifacts.METRICS, job_id, output_dir, resume=resume)
 
-    def _stage(self, job_id: str) -> AbstractContextManager[artifacts.ConnectorStage]:
+    def _stage(self, job_id: str) -> AbstractContextManager[artifacts.Stage]:
         run = self.get_experiment_run(job_id)
-        identity = None
-        if isinstance(self._settings.auth, PatAuth):
-            query = statements.first_row(self._context, artifacts.IDENTITY_QUERY, self.database, self.schema)
-            identity = self._run(query)
-        return artifacts.opened_stage(self._settings, run, identity)
+        query = artifacts.stage_query(self._settings, run)
+        row = self._run(statements.first_row(self._context, query, self.database, self.schema)) if query else None
+        return artifacts.opened_stage(self._settings, run, row)
 
     # Other operations
 

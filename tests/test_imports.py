@@ -22,6 +22,7 @@ CLIENT = {
     "conformance",
     "settings",
     "telemetry",
+    "_bucket_stage",
     "_network",
     "_sending",
     "_requests_driver",

@@ -11,11 +11,11 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cortex_training.auth import connector_is_installed
 from cortex_training.errors import ConfigurationError
 
 _FILE = "connections.toml"
@@ -102,7 +102,7 @@ def token_profile(name: str | None, environment: Mapping[str, str]) -> dict[str,
 
     A token needs no session, so such a profile works without the connector. None for any other profile.
     """
-    if find_spec("snowflake") is not None and find_spec("snowflake.connector") is not None:
+    if connector_is_installed():
         return None
     wanted = name or environment.get("SNOWFLAKE_DEFAULT_CONNECTION_NAME") or "default"
     fields = read_profiles(profiles_path(environment)).get(wanted, {})

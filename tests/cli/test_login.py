@@ -90,7 +90,7 @@ def test_a_profile_with_a_token_works_without_the_connector(
     account: Any, environment: pytest.MonkeyPatch, run: Any
 ) -> None:
     scripted(environment, run, "--host", account.url, "--user", "ada", "--database", "DB", "--schema", "S")
-    environment.setattr(profiles, "find_spec", lambda name: None)
+    environment.setattr(profiles, "connector_is_installed", lambda: False)
     assert run("get", "job-1").document == {"status": "running"}
     assert run("--connection", "cortex-training", "--database", "OTHER", "get", "job-1").code == 0
     assert [call.headers["Authorization"] for call in account.calls[1:]] == [f"Bearer {TOKEN}"] * 2
