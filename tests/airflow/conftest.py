@@ -21,6 +21,8 @@ os.environ["AIRFLOW__CORE__UNIT_TEST_MODE"] = "False"
 import pytest  # noqa: E402
 from airflow.sdk.exceptions import TaskDeferred  # noqa: E402
 
+from tests.publication.conftest import bucket, s3_root, s3_server  # noqa: E402, F401
+
 PAT = "pat-0123456789-very-secret"
 
 
@@ -143,6 +145,19 @@ def service_connection(connection, local_service) -> str:
     return connection(
         "local", host=local_service.base_url, database=local_service.database, schema=local_service.schema
     )
+
+
+@pytest.fixture
+def bucket_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: Any) -> str:  # noqa: F811
+    """Credentials of the test's bucket, held by an Airflow connection."""
+    document = {
+        "conn_type": "aws",
+        "login": s3_server.access_key_id,
+        "password": s3_server.secret_access_key,
+        "extra": {"endpoint_url": s3_server.endpoint},
+    }
+    monkeypatch.setenv("AIRFLOW_CONN_BUCKET", json.dumps(document))
+    return "airflow:bucket"
 
 
 @pytest.fixture(scope="session")

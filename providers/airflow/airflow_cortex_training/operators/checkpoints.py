@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_cortex_training.durable import DurableRecord
 from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.file_by_file import export_file_by_file
+from airflow_cortex_training.links import (
+    CortexTrainingCheckpointLink,
+    CortexTrainingJobLink,
+    job_url,
+    location_url,
+    note,
+)
+from airflow_cortex_training.object_storage import ObjectFolder, is_url, local_path
 from airflow_cortex_training.operators.base import CortexTrainingOperator, require_text, with_fields
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
 from airflow_cortex_training.roots import open_log
 from cortex_training.config import CheckpointType
-from cortex_training.errors import ConfigurationError, ProtocolError
+from cortex_training.errors import ConfigurationError, NotFoundError, ProtocolError
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_cortex_training.connection import ConnectionSettings
     from cortex_training.client import CortexTrainingClient
-    from cortex_training.publication import PublicationLog
+    from cortex_training.publication import PublicationLog, SaveManifest
 
 _PROGRESS_STEP = 0.1
 
@@ -119,30 +128,46 @@ class CortexTrainingLoadOperator(CortexTrainingRequestOperator):
 
 
 class CortexTrainingExportOperator(CortexTrainingOperator):
-    """Download a weights-only checkpoint below a root, as a save that can be published.
+    """Download a weights-only checkpoint: below a root, as a save that can be published, or to any object storage.
 
-    The files go to ``<root>/exec/<attempt>-e<epoch>/<checkpoint id>/``; the save's manifest, with sizes and SHA-256,
-    is written last. The epoch is claimed once for a generation of the task: a retry goes on where the download
-    stopped (whole files stay, partial ones are continued), and a cleared task writes another folder, since the first
-    one may be published. Links to the files are secrets; they appear in no log and no XCom.
+    Below a root the files go to ``<root>/exec/<attempt>-e<epoch>/<checkpoint id>/``. The epoch is claimed once for a
+    generation of the task, and a cleared task writes another folder, since the first one may be published. The
+    manifest, with sizes and SHA-256 of all files, is written last.
+
+    A retry goes on where the download stopped: whole files stay, and in a directory partial ones are continued. Links
+    to the files are secrets; they appear in no log and no XCom.
 
     Args:
         job_id, checkpoint_id: usually ``save.output["job_id"]`` and ``save.output["checkpoint_id"]``.
-        root: an existing directory that workers share.
+        root: an existing directory that workers share, or ``s3://BUCKET/PREFIX``.
+        credentials: of an ``s3://`` root: a list ``kind:location,…``; ``airflow:CONN_ID`` is an Airflow connection.
+        path: instead of a root: a folder as Airflow's ``ObjectStoragePath`` spells it, e.g.
+            ``gs://google_default@bucket/models/nightly``. Files there are not in a publication log.
         metrics: numbers to keep in the manifest, e.g. ``train.output``'s losses.
 
-    Returns (XCom): ``save`` (path below the root), ``epoch``, ``path``, ``global_steps``, ``files``, ``bytes``. Give
-    ``save`` and ``epoch`` to `CortexTrainingPublishOperator`.
+    Returns (XCom): ``path``, ``global_steps``, ``files``, ``bytes``; with a root also ``save`` (path below it) and
+    ``epoch``, for `CortexTrainingPublishOperator`.
     """
 
-    template_fields = (*CortexTrainingOperator.template_fields, "job_id", "checkpoint_id", "root", "metrics")
+    template_fields = (
+        *CortexTrainingOperator.template_fields,
+        "job_id",
+        "checkpoint_id",
+        "root",
+        "credentials",
+        "path",
+        "metrics",
+    )
+    operator_extra_links = (CortexTrainingCheckpointLink(), CortexTrainingJobLink())
 
     def __init__(
         self,
         *,
         job_id: str,
         checkpoint_id: str,
-        root: str,
+        root: str | None = None,
+        credentials: str | None = None,
+        path: str | None = None,
         metrics: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -150,50 +175,76 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
         self.job_id = job_id
         self.checkpoint_id = checkpoint_id
         self.root = root
+        self.credentials = credentials
+        self.path = path
         self.metrics = metrics
         self._exported: tuple[dict[str, Any], ConnectionSettings] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from cortex_training.paths import safe_relative
-        from cortex_training.publication import PosixStore, PublicationLog, SaveManifest, export_save
-
-        with clear_failures():
-            job_id = require_text(self, "job_id", self.job_id)
-            checkpoint_id = require_text(self, "checkpoint_id", self.checkpoint_id)
-            store = PosixStore(require_text(self, "root", self.root))
-            record = DurableRecord(context)
+        with clear_failures(names=lambda: {"job": str(self.job_id), "checkpoint": str(self.checkpoint_id)}):
+            require_text(self, "job_id", self.job_id)
+            require_text(self, "checkpoint_id", self.checkpoint_id)
+            if bool(self.root) == bool(self.path):
+                raise ConfigurationError.of(
+                    f"task {self.task_id}: root, path", [self.root, self.path], "give exactly one of the two"
+                )
             settings = self.hook.settings()
             with self.hook.get_conn() as client:
-                listed = listed_checkpoint(client, job_id, checkpoint_id)
-                epoch = claimed_epoch(record, PublicationLog(store), context)
-                save = f"exec/{attempt_id(context)}-e{epoch}/{safe_relative(checkpoint_id)}"
-                manifest = SaveManifest(
-                    job_id=job_id,
-                    checkpoint_id=checkpoint_id,
-                    checkpoint_type=CheckpointType.WEIGHTS_ONLY,
-                    global_steps=int(listed.get("global_steps") or 0),
-                    created_at=listed.get("created_at"),
-                    metrics=_finite_numbers(self.metrics or {}),
-                )
-                manifest = export_save(
-                    client,
-                    store,
-                    save,
-                    manifest,
-                    self._progress(),
-                    proxy=settings.proxy,
-                    ca_bundle=settings.ca_bundle,
-                )
-        exported = {
-            "save": save,
-            "epoch": epoch,
-            "path": store.locate(save),
-            "global_steps": listed.get("global_steps"),
-            "files": len(manifest.files),
-            "bytes": sum(file.size for file in manifest.files),
-        }
+                note(self, CortexTrainingJobLink, job_url(client, self.job_id))
+                listed = listed_checkpoint(client, self.job_id, self.checkpoint_id)
+                if self.root:
+                    exported = self._below_root(client, settings, self._manifest(listed), context)
+                else:
+                    exported = self._to_path(client, settings, self._manifest(listed))
+        exported["global_steps"] = listed.get("global_steps")
+        note(self, CortexTrainingCheckpointLink, location_url(exported["path"]))
         self._exported = (exported, settings)
         return exported
+
+    def _below_root(
+        self, client: CortexTrainingClient, settings: ConnectionSettings, manifest: SaveManifest, context: Context
+    ) -> dict[str, Any]:
+        from cortex_training.paths import safe_relative
+        from cortex_training.publication import PosixStore, export_save
+
+        log = open_log(str(self.root), self.credentials)
+        epoch = claimed_epoch(DurableRecord(context), log, context)
+        save = f"exec/{attempt_id(context)}-e{epoch}/{safe_relative(self.checkpoint_id)}"
+        way = {"proxy": settings.proxy, "ca_bundle": settings.ca_bundle}
+        if isinstance(log.store, PosixStore):
+            manifest = export_save(client, log.store, save, manifest, self._progress(), **way)
+        else:
+            manifest = export_file_by_file(client, log.store, save, manifest, self._progress(), **way)
+        return {"save": save, "epoch": epoch, "path": log.store.locate(save), **_sizes(manifest)}
+
+    def _to_path(
+        self, client: CortexTrainingClient, settings: ConnectionSettings, manifest: SaveManifest
+    ) -> dict[str, Any]:
+        from cortex_training.publication import PosixStore, export_save
+
+        field, way = f"task {self.task_id}: path", {"proxy": settings.proxy, "ca_bundle": settings.ca_bundle}
+        parent, _, leaf = str(self.path).rstrip("/").rpartition("/")
+        if not parent or not leaf:
+            raise ConfigurationError.of(field, self.path, "give a folder inside a bucket or a directory")
+        if is_url(parent):
+            folder = ObjectFolder(field, parent)
+            manifest = export_file_by_file(client, folder, leaf, manifest, self._progress(), **way)
+            return {"path": folder.locate(leaf), **_sizes(manifest)}
+        store = PosixStore(local_path(parent))
+        manifest = export_save(client, store, leaf, manifest, self._progress(), **way)
+        return {"path": store.locate(leaf), **_sizes(manifest)}
+
+    def _manifest(self, listed: Mapping[str, Any]) -> SaveManifest:
+        from cortex_training.publication import SaveManifest
+
+        return SaveManifest(
+            job_id=self.job_id,
+            checkpoint_id=self.checkpoint_id,
+            checkpoint_type=CheckpointType.WEIGHTS_ONLY,
+            global_steps=int(listed.get("global_steps") or 0),
+            created_at=listed.get("created_at"),
+            metrics=_finite_numbers(self.metrics or {}),
+        )
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
         from airflow_cortex_training.lineage import of_export
@@ -232,6 +283,7 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
 
     template_fields = ("root", "save", "step", "epoch", "loss", "credentials")
     ui_color = "#e5f5e0"
+    operator_extra_links = (CortexTrainingCheckpointLink(),)
 
     def __init__(
         self,
@@ -273,6 +325,7 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
             entry.step,
             "" if created else ", as before",
         )
+        note(self, CortexTrainingCheckpointLink, location_url(entry.location))
         self._published = {
             "entry": entry.name,
             "location": entry.location,
@@ -286,6 +339,51 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
         from airflow_cortex_training.lineage import of_publication
 
         return of_publication(self.root, self._published)
+
+
+class CortexTrainingDeleteCheckpointOperator(CortexTrainingOperator):
+    """Delete a checkpoint on the service. Files that were exported, and what was published, stay.
+
+    A checkpoint that is not there fails the task for good, unless an earlier try may have deleted it: then that is
+    what was wanted.
+
+    Args:
+        job_id, checkpoint_id: usually ``save.output["job_id"]`` and ``save.output["checkpoint_id"]``.
+
+    Returns (XCom): ``job_id``, ``checkpoint_id``, ``deleted`` (False when an earlier try had done it).
+    """
+
+    template_fields = (*CortexTrainingOperator.template_fields, "job_id", "checkpoint_id")
+    ui_color = "#f4e3e3"
+    operator_extra_links = (CortexTrainingJobLink(),)
+
+    def __init__(self, *, job_id: str, checkpoint_id: str, **kwargs: Any) -> None:
+        super().__init__(**with_fields(kwargs))
+        self.job_id = job_id
+        self.checkpoint_id = checkpoint_id
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        with clear_failures(names=lambda: {"job": str(self.job_id), "checkpoint": str(self.checkpoint_id)}):
+            ids = {
+                "job_id": require_text(self, "job_id", self.job_id),
+                "checkpoint_id": require_text(self, "checkpoint_id", self.checkpoint_id),
+            }
+            record = DurableRecord(context)
+            earlier = record.current or record.superseded or {}
+            tried = all(earlier.get(name) == value for name, value in ids.items())
+            with self.hook.get_conn() as client:
+                note(self, CortexTrainingJobLink, job_url(client, ids["job_id"]))
+                record.write(**ids)
+                try:
+                    client.delete_checkpoint(**ids)
+                except NotFoundError:
+                    if not tried:
+                        # Nobody else may be blamed for it: the next try must not take this one for a deletion.
+                        record.write()
+                        raise
+                    self.log.info("checkpoint %s is gone; an earlier try deleted it", ids["checkpoint_id"])
+                    return {**ids, "deleted": False}
+        return {**ids, "deleted": True}
 
 
 def attempt_id(context: Context) -> str:
@@ -309,9 +407,13 @@ def listed_checkpoint(client: CortexTrainingClient, job_id: str, checkpoint_id: 
     listed = client.list_checkpoints(job_id)
     for checkpoint in listed:
         if checkpoint.get("checkpoint_id") == checkpoint_id:
-            return checkpoint
+            return dict(checkpoint)
     known = ", ".join(str(c.get("checkpoint_id")) for c in listed[-5:]) or "none"
     raise ConfigurationError.of("checkpoint_id", checkpoint_id, f"job {job_id} does not list it (it lists: {known})")
+
+
+def _sizes(manifest: SaveManifest) -> dict[str, int]:
+    return {"files": len(manifest.files), "bytes": sum(file.size for file in manifest.files)}
 
 
 def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

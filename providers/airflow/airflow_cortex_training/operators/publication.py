@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_cortex_training.failures import clear_failures
+from airflow_cortex_training.links import CortexTrainingCheckpointLink, location_url, note
 from airflow_cortex_training.operators.base import CortexTrainingOperator, with_fields
 from airflow_cortex_training.roots import open_log
 from cortex_training.errors import ConfigurationError, CortexTrainingError
@@ -39,6 +40,7 @@ class CortexTrainingResolveOperator(CortexTrainingOperator):
 
     template_fields = ("root", "credentials", "min_step")
     ui_color = "#e5f5e0"
+    operator_extra_links = (CortexTrainingCheckpointLink(),)
 
     def __init__(
         self, *, root: str, credentials: str | None = None, min_step: int = 0, missing: str = "fail", **kwargs: Any
@@ -60,6 +62,7 @@ class CortexTrainingResolveOperator(CortexTrainingOperator):
                 missing = f"{self.root}: {found}; at least step {self.min_step} is wanted"
                 raise AirflowSkipException(missing) if self.missing == "skip" else NothingPublished(missing)
         self.log.info("the latest publication is %s (epoch %d, step %d)", entry.location, entry.epoch, entry.step)
+        note(self, CortexTrainingCheckpointLink, location_url(entry.location))
         return described(log, entry)
 
 
