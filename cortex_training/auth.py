@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -241,11 +240,13 @@ class SnowflakeSessionAuth:
             raise
 
     def headers(self) -> Mapping[str, str]:
-        with self._own_lock():
-            return {"Authorization": f'Snowflake Token="{self._token}"'}
+        # Not under the lock, which is held as long as a renewal takes: an event loop asks this for every request.
+        self._check_usable()
+        return {"Authorization": f'Snowflake Token="{self._token}"'}
 
     def refresh(self, rejected: Mapping[str, str]) -> None:
-        with self._own_lock():
+        self._check_usable()
+        with self._lock:
             if dict(rejected) != dict(self.headers()):
                 return  # another thread replaced it while this one was waiting
             replacement = self._connect()
@@ -256,7 +257,7 @@ class SnowflakeSessionAuth:
                 raise
             old, self._connection = self._connection, replacement
             self._token, self.base_url = token, base_url
-            _close_quietly(old)
+        _close_quietly(old)
 
     def open_connection(self) -> Any:
         """A connection of its own from the same profile, for SQL; the caller closes it."""
@@ -266,17 +267,17 @@ class SnowflakeSessionAuth:
         """End the session. Safe to call twice."""
         if self._closed:
             return
-        with self._own_lock():
+        self._check_usable()
+        with self._lock:
             self._closed = True
-            _close_quietly(self._connection)
+        _close_quietly(self._connection)
 
-    def _own_lock(self) -> AbstractContextManager[bool]:
+    def _check_usable(self) -> None:
         if self._closed:
             raise SnowflakeProfileError(f"the session of {self._described()} is closed; make a new client")
         if os.getpid() != self._pid:
             # After a fork the lock may be held by a thread that does not exist here, and the socket is the parent's.
             self._open_session()
-        return self._lock
 
     def _described(self) -> str:
         return "the default Snowflake connection" if self._name is None else f"Snowflake connection {self._name!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -10,13 +11,14 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from cortex_training import CortexTrainingClient
+from cortex_training import AsyncCortexTrainingClient, CortexTrainingClient
 from cortex_training.auth import KeyPairAuth, NoAuth, OAuthAuth, PatAuth, SnowflakeProfileError, SnowflakeSessionAuth
 from cortex_training.errors import AuthError, ConfigurationError
 
@@ -299,3 +301,131 @@ def test_closing_a_client_ends_the_session_it_opened(connector: FakeConnector, c
     client = clients.from_connection_name("p")
     client.close()
     assert connector.connections[0].closed
+
+
+def expiring(weather: Any, scripted: Any, expired: str) -> tuple[list[str], list[str]]:
+    """Let the server refuse one credential as expired; the jobs that were refused, and those that were stepped."""
+    refused: list[str] = []
+    executed: list[str] = []
+
+    def script(seen: Any) -> Any:
+        if expired in seen.headers["authorization"]:
+            refused.append(seen.path)
+            return scripted.Reply(401, {"code": "390112", "message": "the session expired"})
+        executed.append(seen.path)
+        return scripted.Reply(body={"request_id": "r"})
+
+    weather.script = script
+    return refused, executed
+
+
+def all_at_once(clients: Any, client: Any, jobs: list[str]) -> None:
+    """Step each job, all at the same time, on one client."""
+    if clients.transport == "requests":
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            assert list(pool.map(client.step, jobs)) == ["r"] * len(jobs)
+        return
+
+    async def steps() -> list[str]:
+        return await asyncio.gather(*(client._client.step(job) for job in jobs))
+
+    assert client._loop.run_until_complete(steps()) == ["r"] * len(jobs)
+
+
+JOBS = [f"j{number}" for number in range(40)]
+PATHS = sorted(f"/{job}/step" for job in JOBS)
+
+
+def test_many_calls_renew_an_expired_session_once_and_each_is_executed_once(
+    connector: FakeConnector, clients: Any, weather: Any, scripted: Any
+) -> None:
+    connector.server_url = weather.url
+    client = clients.from_connection_name("p")
+    genuine = connector.connect
+
+    def slow(**arguments: Any) -> FakeConnection:
+        time.sleep(0.2)  # long enough for every other call to find the session expired too
+        return genuine(**arguments)
+
+    sys.modules["snowflake.connector"].connect = slow  # type: ignore[attr-defined]
+    refused, executed = expiring(weather, scripted, "session-token-0")
+    all_at_once(clients, client, JOBS)
+    assert sorted(executed) == PATHS
+    assert len(refused) == len(set(refused)) > 1
+    assert len(connector.connections) == 2
+    assert [connection.closed for connection in connector.connections] == [True, False]
+
+
+def test_many_calls_ask_for_an_oauth_token_once(clients: Any, weather: Any, scripted: Any) -> None:
+    asked: list[int] = []
+
+    def token() -> str:
+        asked.append(1)
+        time.sleep(0.1)
+        return f"oauth-token-{len(asked)}"
+
+    client = clients(weather.url, auth=OAuthAuth(token))
+    refused, executed = expiring(weather, scripted, "oauth-token-1")
+    all_at_once(clients, client, JOBS)
+    assert sorted(executed) == PATHS
+    assert len(refused) == len(set(refused)) > 1
+    assert len(asked) == 2
+
+
+def test_many_calls_sign_one_new_token(
+    clients: Any, weather: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signing(KeyPairAuth):
+        signed = 0
+
+        def _sign(self) -> None:
+            self.signed += 1
+            super()._sign()
+
+    auth = Signing("org-acct", "ada", rsa_key()[0])
+    client = clients(weather.url, auth=auth)
+    first = auth.headers()["Authorization"].removeprefix("Bearer ")
+    refused, executed = expiring(weather, scripted, first)
+    # A minute later: within one second the same claims give the same token.
+    later = time.time() + 60
+    monkeypatch.setattr("cortex_training.auth.time", types.SimpleNamespace(time=lambda: later))
+    all_at_once(clients, client, JOBS)
+    assert sorted(executed) == PATHS
+    assert len(refused) == len(set(refused)) > 1
+    assert auth.signed == 2
+
+
+async def test_a_renewal_under_way_does_not_hold_up_the_event_loop(
+    connector: FakeConnector, weather: Any, scripted: Any
+) -> None:
+    connector.server_url = weather.url
+    async with AsyncCortexTrainingClient.from_connection_name("p", telemetry_timeout=60.0) as client:
+        renewing, loop_ran, waited = threading.Event(), threading.Event(), []
+        genuine = connector.connect
+
+        def slow(**arguments: Any) -> FakeConnection:
+            renewing.set()
+            waited.append(loop_ran.wait(10))
+            return genuine(**arguments)
+
+        sys.modules["snowflake.connector"].connect = slow  # type: ignore[attr-defined]
+        expiring(weather, scripted, "session-token-0")
+        first = asyncio.create_task(client.step("j1"))
+        await asyncio.to_thread(renewing.wait, 10)
+        second = asyncio.create_task(client.step("j2"))
+        await asyncio.sleep(0.1)  # the second call asks for its headers meanwhile
+        loop_ran.set()
+        assert await asyncio.gather(first, second) == ["r", "r"]
+    assert waited == [True]
+
+
+def test_a_session_that_stays_expired_is_an_error_for_everybody(
+    connector: FakeConnector, clients: Any, weather: Any, scripted: Any
+) -> None:
+    connector.server_url = weather.url
+    client = clients.from_connection_name("p")
+    weather.sequence(scripted.Reply(401, {"code": "390112", "message": "the session expired"}))
+    for _ in range(2):
+        with pytest.raises(AuthError, match="expired"):
+            client.step("j")
+    assert len(weather.seen) == 4
