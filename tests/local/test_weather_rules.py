@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.weather import Meeting, Weather
 from cortex_training.local.weather_rules import (
     ACTIONS,
+    OPERATION_TYPES,
     ROUTES,
     Faults,
     RuleError,
@@ -175,3 +178,17 @@ async def test_rules_that_are_added_are_added_all_or_none() -> None:
     weather.remove("rule-1")
     [third] = weather.add([{"action": "drop"}])
     assert third.rule.name == "rule-3"
+
+
+def test_the_manual_names_every_action_with_its_fields_and_shows_a_file_that_is_read() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "local-service.md").read_text()
+    [shown] = re.findall(r"^```toml\n(\[\[rules|seed.*?)^```", manual, re.DOTALL | re.MULTILINE)
+    assert len(read_document(tomllib.loads(shown)).rules) == 4
+    table = manual[manual.index("### A rule") : manual.index("### The control port")]
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", table, re.MULTILINE))
+    for action, kind in ACTIONS.items():
+        assert all(f"`{option}`" in rows[action] for option in kind.options), action
+        told = rows[action].partition(" | ")[0]
+        assert f"`{kind.whens[0]}`" in told, action
+        assert ("any" in told) is (len(kind.whens) == 3), action
+    assert all(f"`{name}`" in table for name in (*ROUTES, *OPERATION_TYPES))
