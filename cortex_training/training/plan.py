@@ -280,6 +280,8 @@ class TrainingPlan:
             return
         for number, sub_job in enumerate(self.sub_jobs):
             for config in ("training_config", "inference_config"):
+                if not isinstance(sub_job.get(config) or {}, Mapping):
+                    raise ConfigurationError.of(f"plan.sub_jobs[{number}].{config}", sub_job[config], "give an object")
                 gpus = (sub_job.get(config) or {}).get("n_gpus", 1)
                 if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0 or gpus != int(gpus):
                     raise ConfigurationError.of(f"plan.sub_jobs[{number}].{config}.n_gpus", gpus, "give a whole number")

@@ -1,12 +1,16 @@
 """A plan is refused as a whole, by field name, before anything remote happens."""
 
+import dataclasses
 import json
 
 import pytest
 
+from cortex_training import wire
+from cortex_training.datasets import Dataset
 from cortex_training.errors import ConfigurationError
 from cortex_training.training import LearningRate, TrainingPlan
-from cortex_training.training.plan import canonical_sha256
+from cortex_training.training.divergence import Divergence
+from cortex_training.training.plan import LOSS_FN, canonical_sha256
 from cortex_training.training.root import claim_identity, open_root
 
 TRAINING = {
@@ -51,6 +55,19 @@ def test_a_plan_survives_json():
         ({"sub_jobs": []}, "plan.job_id"),
         ({"sub_jobs": [TRAINING, TRAINING]}, "plan.sub_jobs"),
         ({"weight_sync_every_steps": 2}, "plan.weight_sync_every_steps"),
+        ({"passes": 2}, "plan.steps"),
+        ({"save_every_minutes": 0}, "plan.save_every_minutes"),
+        ({"checkpoint_type": "weights-only"}, "plan.checkpoint_type"),
+        ({"resume": "always"}, "plan.resume"),
+        ({"max_gpu_seconds": -1}, "plan.max_gpu_seconds"),
+        ({"sub_jobs": [], "job_id": "x", "max_gpu_seconds": 5}, "plan.max_gpu_seconds"),
+        ({"divergence": {"action": "rollback"}}, "plan.divergence.action"),
+        ({"divergence": {"action": "rollback", "lr_factor": 0.5}}, "plan.divergence.lr_factor"),
+        ({"divergence": {"loss_factor": 1}}, "plan.divergence.loss_factor"),
+        (
+            {"sub_jobs": [], "job_id": "x", "divergence": {"action": "rollback", "skip_batches": 1}},
+            "plan.divergence.action",
+        ),
         ({"learning_rate": {"schedule": "step"}}, "learning_rate.schedule"),
         ({"learning_rate": {"schedule": "linear", "peak": -1.0}}, "learning_rate.peak"),
         ({"learning_rate": {"schedule": "linear", "peak": 1e-4, "warmup_steps": 9}}, "learning_rate.warmup_steps"),
@@ -91,6 +108,93 @@ def test_identity_ignores_what_may_change_and_names_what_may_not(tmp_path):
     ):
         with pytest.raises(ConfigurationError, match=f"plan \\({name}\\)"):
             claim_identity(store, changed)
+
+
+def test_a_field_of_the_training_configuration_is_named_too(tmp_path):
+    store = open_root(str(tmp_path / "run"))
+    claim_identity(store, plan().identity(dataset_sha256="a", frame_version=1))
+    more_gpus = {**TRAINING, "training_config": {**TRAINING["training_config"], "n_gpus": 2}}
+    with pytest.raises(ConfigurationError, match=r"plan \(training_config\.n_gpus\) = 2: .* begun with 1"):
+        claim_identity(store, plan(sub_jobs=[more_gpus]).identity(dataset_sha256="a", frame_version=1))
+
+
+@pytest.mark.parametrize(("field", "value"), [("loss_fn", "other"), ("dtype", "float16"), ("model_seed", 8)])
+def test_another_loss_precision_or_initial_model_is_refused(tmp_path, field, value):
+    store = open_root(str(tmp_path / "run"))
+    identity = plan(sub_jobs=[{**TRAINING, "dtype": "float32", "seed": 7}]).identity(
+        dataset_sha256="a", frame_version=1
+    )
+    claim_identity(store, identity)
+    with pytest.raises(ConfigurationError, match=f"plan \\({field}\\)"):
+        claim_identity(store, {**identity, field: value})
+    # Somebody else's job does not say its precision, and an older root does not know the loss.
+    claim_identity(store, {**identity, "dtype": None})
+    claim_identity(store, {name: told for name, told in identity.items() if name != "loss_fn"})
+
+
+def test_the_loss_in_the_identity_is_the_one_in_the_frames(manifest):
+    frame = wire.loads(Dataset.open(manifest).batches(2, 1, 0).frame(1, 0))
+    assert frame["processing"]["loss_fn"] == LOSS_FN
+
+
+def field_refused(**changes):
+    try:
+        plan(**changes).validate()
+    except ConfigurationError as problem:
+        return str(problem.field)
+    return None
+
+
+WRONG = ("", "x", -1, 0, 1.5, True, None, [], ["x"], {}, {"x": 1}, float("nan"))
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainingPlan)])
+def test_whatever_a_field_holds_it_is_taken_or_named(name):
+    for value in WRONG:
+        named = field_refused(**{name: value})
+        about = {name, *{"passes": ["steps"], "sub_jobs": ["job_id"]}.get(name, [])}
+        assert named is None or any(part in named for part in about), f"{name} = {value!r} is told as {named}"
+
+
+@pytest.mark.parametrize("part", ["learning_rate", "divergence"])
+def test_whatever_a_field_of_a_part_holds_it_is_taken_or_named(part):
+    good = {"learning_rate": {"schedule": "cosine", "peak": 1e-3}, "divergence": {"action": "stop"}}
+    kind = {"learning_rate": LearningRate, "divergence": Divergence}[part]
+    for name in (f.name for f in dataclasses.fields(kind)):
+        for value in WRONG:
+            named = field_refused(**{**good, part: {**good[part], name: value}})
+            assert named is None or part in named, f"{name} = {value!r} is told as {named}"
+
+
+@pytest.mark.parametrize("config", ["training_config", "inference_config"])
+def test_whatever_a_sub_job_holds_it_is_taken_or_named(config):
+    for value in WRONG:
+        named = field_refused(sub_jobs=[{**TRAINING, config: value}])
+        assert named is None or "sub_jobs" in named, f"{config} = {value!r} is told as {named}"
+
+
+def test_passes_are_rounded_up_to_whole_steps():
+    given = plan(steps=0, passes=1.5)
+    given.validate()
+    assert given.with_steps(7).steps == 11
+    assert plan().with_steps(7).steps == 4
+    without = {name: value for name, value in GOOD.items() if name != "steps"}
+    assert TrainingPlan.from_dict({**without, "passes": 2}).with_steps(3).steps == 6
+
+
+def test_a_warm_up_longer_than_the_passes_is_named_once_the_data_is_known():
+    given = plan(steps=0, passes=1, learning_rate={"schedule": "linear", "peak": 1e-4, "warmup_steps": 9})
+    given.validate()
+    with pytest.raises(ConfigurationError, match=r"learning_rate\.warmup_steps"):
+        given.with_steps(4).validate()
+
+
+def test_saves_are_due_by_steps_by_minutes_or_by_whichever_comes_first():
+    assert [k for k in range(1, 200) if plan().save_is_due(k, 1e9)] == [50, 100, 150]
+    by_minutes = plan(save_every_minutes=2)
+    assert [by_minutes.save_is_due(50, seconds) for seconds in (0, 119, 120)] == [False, False, True]
+    both = plan(save_every_minutes=2, save_every_steps=3)
+    assert (both.save_is_due(3, 0), both.save_is_due(4, 0), both.save_is_due(4, 121)) == (True, False, True)
 
 
 def test_whole_floats_are_the_integers_they_stand_for():
