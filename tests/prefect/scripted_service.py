@@ -21,6 +21,8 @@ class ScriptedService:
         self.before: dict[str, Callable[..., None]] = {}
         self.after: dict[str, Callable[..., None]] = {}
         self.own_job_ids: list[str] = []
+        self.checkpoints: list[dict[str, Any]] = []
+        self.capacities: list[dict[str, Any]] = []
         self.global_steps = 0
         self._ids = itertools.count(1)
 
@@ -67,7 +69,30 @@ class ScriptedService:
 
     async def save(self, job_id: str, *, checkpoint_type: str) -> str:
         self._called("save", job_id, checkpoint_type)
-        return self._request("save", {"checkpoint_id": f"cp_{len(self.named('save'))}"})
+        checkpoint = f"cp_{len(self.named('save'))}"
+        self.checkpoints.append({"checkpoint_id": checkpoint, "global_steps": self.global_steps})
+        return self._request("save", {"checkpoint_id": checkpoint})
+
+    async def load(
+        self, job_id: str, checkpoint_id: str, source_job_id: str | None = None, *, target_sub_job_id: str | None = None
+    ) -> str:
+        self._called("load", job_id, checkpoint_id, source_job_id)
+        return self._request("load", {"global_steps": self.global_steps})
+
+    async def list_checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        return self.checkpoints
+
+    async def get_capacity(self, hardware: str | None = None) -> dict[str, Any]:
+        self._called("capacity", hardware)
+        return self.capacities.pop(0) if len(self.capacities) > 1 else self.capacities[0]
+
+    async def get_request_status(
+        self, job_id: str, request_id: str, *, max_events: int | None = None
+    ) -> dict[str, Any]:
+        self._called("status", request_id)
+        if request_id not in self.results:
+            raise NotFoundError(status=404, message="no such request")
+        return {"status": "failed" if isinstance(self.results[request_id], Exception) else "done"}
 
     async def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         self._called("poll", request_id)

@@ -29,8 +29,11 @@ from prefect_cortex_training import (
     create_job,
     forward_backward,
     jobs_cancelled_at_end,
+    load,
     save,
     step,
+    submit_save,
+    wait_for_capacity,
     wait_until_running,
 )
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
@@ -51,6 +54,8 @@ def service(on_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Script
     async def connected(name: str) -> AsyncIterator[ScriptedService]:
         yield scripted
 
+    # What another execution that is alive would have written by then is written at once here.
+    monkeypatch.setattr("prefect_cortex_training.settling.ON_ITS_WAY_S", 0.0)
     for module in ("cleanup", "tasks.jobs", "tasks.operations", "tasks.checkpoints"):
         monkeypatch.setattr(f"prefect_cortex_training.{module}.connected", connected)
     return scripted
@@ -248,20 +253,101 @@ def test_of_two_processes_at_one_step_at_most_one_sends_it(
     assert service.named("step") == []
 
 
-def test_a_step_whose_answer_never_came_is_not_sent_again(service: ScriptedService) -> None:
-    def die(*_: Any) -> None:
-        raise TransportError("connection reset", sent=True)
+@pytest.mark.parametrize("lost", ["the answer", "the request"])
+def test_a_step_whose_answer_never_came_is_settled_by_a_save(service: ScriptedService, lost: str) -> None:
+    """Not sent again: the save's count tells that it was executed."""
+
+    def lose_the_answer(*_: Any) -> None:
+        raise OutcomeUnknown(operation="step", job_id="j", reason="connection reset", hint="look")
+
+    def forget(request_id: str) -> None:
+        service.after.clear()
+        del service.results[request_id]
+
+    def body() -> Any:
+        service.after["step"] = lose_the_answer if lost == "the answer" else forget
+        return step("block", "j", seq=1, expected_global_step=1)
+
+    assert in_a_flow(body)["global_steps"] == 1
+    assert len(service.named("step")) == 1
+    assert service.named("save") == [("save", "j", "resumable")]
+
+
+def test_a_step_that_may_still_land_gives_the_job_up_and_says_what_to_do(service: ScriptedService) -> None:
+    def lose_the_call(*_: Any) -> None:
+        raise OutcomeUnknown(operation="step", job_id="j", reason="connection reset", hint="look")
 
     def body() -> None:
-        service.after["step"] = die
-        with pytest.raises(TransportError):
+        service.before["step"] = lose_the_call
+        with pytest.raises(OutcomeUnknown, match=r"Checkpoint cp_1 holds everything.*cancel the job and run the flow"):
             step("block", "j", seq=1, expected_global_step=1)
-        service.after.clear()
-        with pytest.raises(OutcomeUnknown, match="cancel the job and run the flow again"):
+        service.before.clear()
+        # A rerun asks again, and sends nothing but a save.
+        with pytest.raises(OutcomeUnknown, match="Checkpoint cp_2"):
             step("block", "j", seq=1, expected_global_step=1)
 
     in_a_flow(body)
     assert len(service.named("step")) == 1
+
+
+def test_a_load_is_never_sent_twice(service: ScriptedService, lose_results: Callable[[], None]) -> None:
+    """A second one would undo what was trained in between."""
+
+    def body() -> list[Any]:
+        first = load("block", "j", "cp_1", source_job_id="earlier")
+        lose_results()
+        return [first, load("block", "j", "cp_1", source_job_id="earlier")]
+
+    first, again = in_a_flow(body)
+    assert first == again == {"request_id": "r1", "global_steps": 0}
+    assert service.named("load") == [("load", "j", "cp_1", "earlier")]
+
+
+def test_a_submitted_save_is_found_by_save_and_replaced_once_it_failed(service: ScriptedService) -> None:
+    def body() -> list[Any]:
+        first = submit_save("block", "j")
+        again = submit_save("block", "j")
+        service.fail_request("j", first)
+        third = submit_save("block", "j")
+        return [first, again, third, save("block", "j")]
+
+    first, again, third, checkpoint = in_a_flow(body)
+    assert first == again != third
+    assert checkpoint == "cp_2"
+    assert len(service.named("save")) == 2
+
+
+NOTHING = {
+    "has_reservation": False,
+    "max_total_gpus": 0,
+    "reserved_gpus": 0,
+    "in_use_gpus": 0,
+    "pending_gpus": 0,
+    "available_gpus": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("capacities", "free", "asked"),
+    [
+        ([NOTHING | {"max_total_gpus": 8}, NOTHING | {"max_total_gpus": 8, "available_gpus": 4}], 4, 2),
+        ([NOTHING | {"max_total_gpus": -1}], -1, 1),
+        ([NOTHING], 0, 1),
+    ],
+)
+def test_capacity_is_waited_for_until_it_is_there_or_nothing_is_known(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch, capacities: list[Any], free: int, asked: int
+) -> None:
+    monkeypatch.setattr("prefect_cortex_training.tasks.jobs.CAPACITY_EVERY_S", 0.01)
+    service.capacities = capacities
+    assert in_a_flow(lambda: wait_for_capacity("block", 4, hardware="H200")) == free
+    assert service.named("capacity") == [("capacity", "H200")] * asked
+
+
+def test_more_gpus_than_the_account_may_use_are_refused(service: ScriptedService) -> None:
+    service.capacities = [NOTHING | {"max_total_gpus": 2, "available_gpus": 2}]
+    with pytest.raises(ConfigurationError, match=r"gpus = 4.*2 at most"):
+        in_a_flow(lambda: wait_for_capacity("block", 4))
 
 
 @pytest.mark.parametrize("refusal", [TransportError("refused", sent=False), ApiError(status=400, message="no")])

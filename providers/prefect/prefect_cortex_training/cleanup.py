@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
@@ -21,7 +22,7 @@ from prefect.logging import get_logger
 from prefect.logging.loggers import flow_run_logger
 
 from prefect_cortex_training.credentials import connected
-from prefect_cortex_training.dispatch import run_to_end
+from prefect_cortex_training.dispatch import dual, run_to_end
 from prefect_cortex_training.handover import attempt_of
 from prefect_cortex_training.jobs import cancel_if_alive
 from prefect_cortex_training.labels import RunLabels, finished_key, jobs_in, roots_in
@@ -41,6 +42,21 @@ async def cancel_remote_jobs(flow: Flow[..., Any], flow_run: FlowRun, state: Sta
     `on_crashed` to let a rerun go on with the job itself; its idle timeout then ends it when no rerun comes.
     """
     await cancel_jobs_of_run(RunLabels(flow_run.id), flow_run_logger(flow_run, flow))
+
+
+async def acancel_jobs_of_flow_run(flow_run_id: UUID | str) -> None:
+    """Do for any flow run what the hook does; for cleanups that run elsewhere, e.g. started by an automation.
+
+    Raises RuntimeError when something could not be cancelled; it is in the log.
+    """
+    if not await cancel_jobs_of_run(RunLabels(flow_run_id), get_logger("prefect_cortex_training")):
+        raise RuntimeError(f"not every job of flow run {flow_run_id} could be cancelled; the log says which and why")
+
+
+@dual(acancel_jobs_of_flow_run)
+def cancel_jobs_of_flow_run(flow_run_id: UUID | str) -> None:
+    """As `acancel_jobs_of_flow_run`, which is what it returns in flows that await."""
+    run_to_end(acancel_jobs_of_flow_run(flow_run_id))
 
 
 class jobs_cancelled_at_end:

@@ -89,9 +89,7 @@ class Reconciler:
                 continue
             if not await _was_heard(prefect, run, datetime.now(UTC) - silence):
                 self._logger.warning("flow run %s has sent no heartbeat for %s: it has crashed", run.id, silence)
-                crashed: State[None] = Crashed(
-                    message=f"No heartbeat came for {silence}"
-                )
+                crashed: State[None] = Crashed(message=f"No heartbeat came for {silence}")
                 await prefect.set_flow_run_state(run.id, crashed, force=True)
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from cortex_training.answers import RequestResult
 from cortex_training.errors import ApiError, NotFoundError, OutcomeUnknown, RequestFailed, SendRefused, TransportError
 from cortex_training.identity import new_token
 from cortex_training.states import RequestState, request_state
@@ -68,17 +69,21 @@ def _recorded(written: Mapping[str, Label], key: str, job_id: str) -> str | None
             operation=key.partition(".")[0],
             job_id=job_id,
             reason="another execution of this task wrote down that it was about to send it, and nothing after that",
-            hint=(
-                "A save and its global_steps tell whether it was executed. To go on without knowing, cancel the job "
-                "and run the flow again: create_job then makes a new one"
-            ),
+            hint="To go on without knowing, cancel the job and run the flow again: create_job then makes a new one",
         )
+    return None
+
+
+async def recorded_request(labels: RunLabels, key: str, job_id: str) -> str | None:
+    """The id of the request that some execution sent under `key`, if it wrote one down; None while that is unknown."""
+    with contextlib.suppress(OutcomeUnknown):
+        return _recorded(await labels.read(), key, job_id)
     return None
 
 
 async def submit_again_if_lost(
     client: AsyncCortexTrainingClient, labels: RunLabels, key: str, job_id: str, submit: Submit, timeout_s: float | None
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, RequestResult]:
     """Request id and result of an operation that may be repeated: one in flight is waited for, a lost or failed one
     sent anew.
     """
@@ -113,6 +118,6 @@ async def _is_lost(client: AsyncCortexTrainingClient, job_id: str, request_id: s
     return request_state(status.get("status")) in (RequestState.FAILED, RequestState.CANCELLED)
 
 
-def numbers_of(result: dict[str, Any], *names: str) -> dict[str, Any]:
+def numbers_of(result: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The `names` of a result that are numbers or text: what a stored task result may hold."""
     return {name: result[name] for name in names if isinstance(result.get(name), int | float | str)}

@@ -4,11 +4,11 @@ flows that await.
 
 from prefect_cortex_training.tasks.checkpoints import (
     aexport,
-    apublish,
+    aload,
     asave,
     asubmit_save,
     export,
-    publish,
+    load,
     save,
     submit_save,
 )
@@ -16,9 +16,11 @@ from prefect_cortex_training.tasks.datasets import abuild_dataset, build_dataset
 from prefect_cortex_training.tasks.jobs import (
     acancel_job,
     acreate_job,
+    await_for_capacity,
     await_until_running,
     cancel_job,
     create_job,
+    wait_for_capacity,
     wait_until_running,
 )
 from prefect_cortex_training.tasks.operations import (
@@ -35,6 +37,7 @@ from prefect_cortex_training.tasks.operations import (
     submit_weight_sync,
     weight_sync,
 )
+from prefect_cortex_training.tasks.publication import aprune, apublish, aresolve, prune, publish, resolve
 from prefect_cortex_training.tasks.training import atrain, atrain_here, train, train_here
 
 __all__ = [
@@ -44,7 +47,10 @@ __all__ = [
     "aexport",
     "aforward_backward",
     "agenerate",
+    "aload",
+    "aprune",
     "apublish",
+    "aresolve",
     "asave",
     "astep",
     "asubmit_generate",
@@ -52,6 +58,7 @@ __all__ = [
     "asubmit_weight_sync",
     "atrain",
     "atrain_here",
+    "await_for_capacity",
     "await_until_running",
     "aweight_sync",
     "build_dataset",
@@ -60,7 +67,10 @@ __all__ = [
     "export",
     "forward_backward",
     "generate",
+    "load",
+    "prune",
     "publish",
+    "resolve",
     "save",
     "step",
     "submit_generate",
@@ -68,6 +78,7 @@ __all__ = [
     "submit_weight_sync",
     "train",
     "train_here",
+    "wait_for_capacity",
     "wait_until_running",
     "weight_sync",
 ]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid5
 
 from prefect.logging import get_run_logger
 
-from cortex_training.errors import ConfigurationError, ProtocolError, RequestFailed
+from cortex_training.errors import ConfigurationError, NotFoundError, OutcomeUnknown, ProtocolError, RequestFailed
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.settling import settle_step
 from prefect_cortex_training.submission import (
     find_or_submit,
     numbers_of,
@@ -97,15 +99,21 @@ async def _step(
         timeout_s: longest wait for the request.
 
     A step that may have been executed is never sent again: the intent is written into the flow run's labels before the
-    request, the request's id after it, and a rerun waits for that request. Raises OutcomeUnknown when a crash fell
-    between the two, ProtocolError when the service counts other steps than expected (its weights are then not the ones
-    this flow run made).
+    request, the request's id after it, and a rerun waits for that request. When a crash fell between the two, or the
+    service does not know the request, a save settles it: its ``global_steps`` tell whether the step was executed. If
+    it was not it may still be, so this job must not be used any more: raises OutcomeUnknown, which names the
+    checkpoint to go on from in a new one. Raises ProtocolError when the service counts other steps than expected (its
+    weights are then not the ones this flow run made).
     """
     labels = RunLabels.of_current_run("step")
     key = operation_key("step", job_id, seq)
     async with connected(credentials) as client:
-        request_id = await submit_once(labels, key, job_id, lambda: client.step(job_id, learning_rate))
-        result = await client.poll_request(job_id, request_id, timeout_s=timeout_s)
+        try:
+            request_id = await submit_once(labels, key, job_id, lambda: client.step(job_id, learning_rate))
+            result = await client.poll_request(job_id, request_id, timeout_s=timeout_s)
+        except (NotFoundError, OutcomeUnknown) as unknown:
+            settled = await settle_step(client, labels, key, job_id, expected_global_step, timeout_s, unknown)
+            request_id, result = settled
     counted = result.get("global_steps")
     if counted != expected_global_step:
         raise ProtocolError(
@@ -230,7 +238,7 @@ async def _generate(
             lambda: client.generate(job_id, prompts, sampling_params, routing_key),
             timeout_s,
         )
-    results = result.get("results") or []
+    results: list[Mapping[str, Any]] = list(result.get("results") or [])
     if len(results) != len(prompts):
         raise ProtocolError(
             f"generate on job {job_id}: {len(prompts)} prompts were answered with {len(results)} results"

@@ -1,0 +1,133 @@
+"""However a flow run ends, no job of it lives on: row by row, with processes killed for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelling
+
+from cortex_training.states import is_terminal_job
+
+from .conftest import HERE, REPOSITORY, Live, client_of, flow_processes, sub_jobs, wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(420)]
+
+CRASHED_AFTER_S = 75
+
+
+def cancel(flow_run_id: UUID) -> None:
+    """What the Cancel button does."""
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run_id, Cancelling())
+
+
+def is_alive(service: Any, job_id: str) -> bool:
+    with client_of(service) as client:
+        return not is_terminal_job(client.get_job(job_id)["status"])
+
+
+def with_job(live: Live, service: Any, flow_run_id: UUID) -> str:
+    """The job of a flow run, once the service has it."""
+    wait_until(lambda: len(live.jobs_of(flow_run_id)) == 1, f"a job of {flow_run_id}")
+    (job_id,) = live.jobs_of(flow_run_id)
+    with client_of(service) as client:
+        wait_until(lambda: job_id in {job["job_id"] for job in client.list_jobs()}, f"job {job_id}")
+    return job_id
+
+
+def test_every_end_of_a_flow_run_leaves_no_job(live: Live, cortex: Any) -> None:
+    live.start("runner", str(HERE / "serve_holds_a_job.py"))
+    wait_until(lambda: is_deployed("holds-a-job/served"), "the served flow")
+    runs = {
+        "cancelled while running": live.run("holds-a-job/live", sub_jobs=sub_jobs()),
+        "flow killed": live.run("holds-a-job/live", sub_jobs=sub_jobs()),
+        "flow and runner killed": live.run("holds-a-job/served", sub_jobs=sub_jobs()),
+        "cancelled while suspended": live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=600),
+        "suspended for too long": live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=5),
+    }
+    jobs = {end: with_job(live, cortex, run) for end, run in runs.items()}
+
+    cancel(runs["cancelled while running"])
+    wait_until(lambda: len(flow_processes(runs["flow killed"])) > 0, "the flow's process")
+    for process in flow_processes(runs["flow killed"]):
+        os.kill(process.pid, signal.SIGKILL)
+    live.kill_all("runner")
+    live.wait_for_state(runs["cancelled while suspended"], "Suspended")
+    cancel(runs["cancelled while suspended"])
+    live.wait_for_state(runs["cancelled while running"], "Cancelled")
+    live.wait_for_state(runs["cancelled while suspended"], "Cancelled")
+    live.wait_for_state(runs["flow killed"], "Crashed")
+    live.wait_for_state(runs["suspended for too long"], "Failed")
+    assert live.read(runs["flow and runner killed"]).state_type == StateType.RUNNING
+
+    # The hooks, which run in the worker.
+    for end in ("cancelled while running", "flow killed"):
+        wait_until(lambda end=end: not is_alive(cortex, jobs[end]), f"the end of the job that was {end}")
+    # Nobody runs a hook for these; an owner that can't see them would pay for them until they idle out.
+    unseen = ("cancelled while suspended", "suspended for too long", "flow and runner killed")
+    assert [end for end in unseen if is_alive(cortex, jobs[end])] == list(unseen)
+
+    live.watch("watch", "--cancel-on", "cancelled,failed,crashed", "--crashed-after", str(CRASHED_AFTER_S))
+    for end in unseen:
+        wait_until(lambda end=end: not is_alive(cortex, jobs[end]), f"the end of the job that was {end}", 180)
+    assert live.read(runs["flow and runner killed"]).state_type == StateType.CRASHED
+    wait_until(lambda: all(is_reconciled(live, runs[end]) for end in unseen), "the notes that all of it is done")
+
+
+def test_by_default_only_a_cancelled_run_loses_its_job(live: Live, cortex: Any) -> None:
+    """A run that failed may be retried, and goes on with the job that is there. Two watchers change nothing."""
+    failed = live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=1)
+    cancelled = live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=600)
+    kept, ended = with_job(live, cortex, failed), with_job(live, cortex, cancelled)
+    live.wait_for_state(failed, "Failed")
+    live.wait_for_state(cancelled, "Suspended")
+    live.watch("watch")
+    live.watch("watch-2")
+    try:
+        cancel(cancelled)
+        wait_until(lambda: not is_alive(cortex, ended), "the end of the cancelled run's job")
+        assert is_alive(cortex, kept)
+    finally:
+        live.stop("watch-2")
+        with client_of(cortex) as client:
+            client.cancel_job(kept)
+
+
+def test_an_automation_does_it_too(live: Live, cortex: Any) -> None:
+    live.start("automation", str(REPOSITORY / "flows" / "cancel_jobs_of_ended_runs.py"))
+    try:
+        wait_until(has_automation, "the automation")
+        failed = live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=1)
+        cancelled = live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=600)
+        jobs = [with_job(live, cortex, run) for run in (failed, cancelled)]
+        live.wait_for_state(cancelled, "Suspended")
+        cancel(cancelled)
+        for job_id in jobs:
+            wait_until(lambda job_id=job_id: not is_alive(cortex, job_id), "the end of the job")
+    finally:
+        live.stop("automation")
+        with get_client(sync_client=True) as client:
+            for found in client.read_automations_by_name("cancel-jobs-of-ended-runs"):
+                client.delete_automation(found.id)
+
+
+def is_deployed(name: str) -> bool:
+    with get_client(sync_client=True) as client:
+        return any(f"{deployment.name}" == name.split("/")[1] for deployment in client.read_deployments())
+
+
+def has_automation() -> bool:
+    with get_client(sync_client=True) as client:
+        return bool(client.read_automations_by_name("cancel-jobs-of-ended-runs"))
+
+
+def is_reconciled(live: Live, flow_run_id: UUID) -> bool:
+    from prefect_cortex_training.labels import labels_of
+
+    return any(key.startswith("reconciled.") for key in labels_of(live.read(flow_run_id)))
