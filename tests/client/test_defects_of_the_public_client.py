@@ -6,6 +6,7 @@ What `test_weather` proves already for every call is not repeated.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cortex_training
 from cortex_training import SubJobConfig, identity, wire
 from cortex_training.errors import (
     ApiError,
@@ -384,3 +386,30 @@ def test_capacity_has_its_ceiling(client: Any, weather: Any, says: Any) -> None:
     weather.sequence(says.Reply(body={"has_reservation": True, "max_total_gpus": -1, "in_use_gpus": "8"}))
     capacity = client.get_capacity()
     assert (capacity["max_total_gpus"], capacity["in_use_gpus"], capacity["pending_gpus"]) == (-1, 8, 0)
+
+
+# What the package says of itself, and what a value costs
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert cortex_training.__version__ == importlib.metadata.version("cortex-training-client")
+
+
+def test_a_deep_value_is_walked_once() -> None:
+    """The public encoder walks all that is below each level again: ten seconds for what takes milliseconds."""
+    walks: list[int] = []
+
+    class Watched(dict[str, Any]):
+        def items(self) -> Any:
+            walks.append(1)
+            return super().items()
+
+        def values(self) -> Any:
+            walks.append(1)
+            return super().values()
+
+    value: Any = np.zeros(1)
+    for _ in range(60):
+        value = Watched(below=value, beside=1)
+    wire.dumps(value)
+    assert len(walks) <= 4 * 60
