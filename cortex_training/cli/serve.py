@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cortex_training.cli.greeting import greeting, request_printer
+
 if TYPE_CHECKING:
     from cortex_training.local.control import ControlServer
-    from cortex_training.local.settings import ServiceSettings
 
 TOKEN_VARIABLE = "CORTEX_TRAINING_SERVE_TOKEN"
 """Environment variable with the token to accept: the arguments of a process are there for every user to read."""
@@ -108,6 +109,8 @@ def _add_models(subparsers: Any) -> None:
 def run_serve(options: argparse.Namespace) -> int:
     """Serve until a signal ends it. Returns 1 after saying why on stderr when it cannot start."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    # It has nothing to say at the start that the greeting does not say better.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         from cortex_training.local.assumptions import Assumptions
         from cortex_training.local.server import ready_line, serve
@@ -156,9 +159,10 @@ def run_serve(options: argparse.Namespace) -> int:
             if options.json_ready:
                 print(ready_line(base_url, settings, control), flush=True)
             else:
-                print(_greeting(base_url, settings, control), flush=True)
+                print(greeting(base_url, settings, control), flush=True)
 
-        serve(settings, announce=announce, keep_data=options.data_dir is not None)
+        tell = None if options.json_ready else request_printer()
+        serve(settings, announce=announce, keep_data=options.data_dir is not None, tell=tell)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -191,37 +195,3 @@ def _positive(option: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{option} {value}: must be a number of seconds greater than 0")
     return value
-
-
-def _greeting(base_url: str, settings: ServiceSettings, control: ControlServer | None) -> str:
-    accepted = "the token you gave" if settings.token else "any token"
-    return (
-        f"The local Cortex Training service listens on {base_url}\n"
-        f"  client:  CortexTrainingClient({base_url!r}, database='LOCAL', schema='PUBLIC')\n"
-        f"  shell:   export CORTEX_TRAINING_BASE_URL={base_url}"
-        " CORTEX_TRAINING_DATABASE=LOCAL CORTEX_TRAINING_SCHEMA=PUBLIC\n"
-        f"{_for_https(settings)}{_for_snowflake(base_url, settings)}{_for_control(control)}"
-        f"  accepts {accepted}; Ctrl-C ends it"
-    )
-
-
-def _for_control(control: ControlServer | None) -> str:
-    return f"  control: {control.url} with the bearer token {control.token}\n" if control else ""
-
-
-def _for_https(settings: ServiceSettings) -> str:
-    from cortex_training.local.server import ca_bundle
-
-    return f"  trust:   export REQUESTS_CA_BUNDLE={ca_bundle(settings)}\n" if settings.tls else ""
-
-
-def _for_snowflake(base_url: str, settings: ServiceSettings) -> str:
-    from cortex_training.local.connection_profile import connections_toml
-
-    if not settings.snowflake:
-        return ""
-    profile = "".join(f"    {line}\n" for line in connections_toml(base_url, settings).splitlines())
-    return (
-        "  profile: CortexTrainingClient.from_connection_name('local'), with this in ~/.snowflake/connections.toml"
-        f" (mode 0600):\n{profile}"
-    )

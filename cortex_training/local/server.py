@@ -17,6 +17,7 @@ import uvicorn
 
 from cortex_training.local.app import build_app
 from cortex_training.local.control import ControlServer
+from cortex_training.local.request_lines import Answered, RequestLines
 from cortex_training.local.service import Service
 from cortex_training.local.settings import ServiceSettings
 from cortex_training.local.tls import TlsFiles, tls_files
@@ -30,10 +31,13 @@ Announce = Callable[[str, "ControlServer | None"], None]
 """Gets the base URL, and the control port if there is one."""
 
 
-def serve(settings: ServiceSettings, *, announce: Announce, keep_data: bool) -> None:
+def serve(
+    settings: ServiceSettings, *, announce: Announce, keep_data: bool, tell: Callable[[Answered], None] | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then leave the process with exit code 0.
 
-    `announce` is called once connections are taken. Without `keep_data` the data folder is deleted at the end.
+    `announce` is called once connections are taken, `tell` after each request. Without `keep_data` the data folder is
+    deleted at the end.
     Raises OSError when the port is taken.
     """
     # Before anything computes: torch's libraries read it when they are loaded.
@@ -47,7 +51,7 @@ def serve(settings: ServiceSettings, *, announce: Announce, keep_data: bool) -> 
     control = ControlServer(service, settings.control_port) if settings.faults is not None else None
     server = _AnnouncingServer(
         uvicorn.Config(
-            build_app(service),
+            build_app(service) if tell is None else RequestLines(build_app(service), tell),
             log_config=None,
             access_log=False,
             lifespan="on",
