@@ -14,8 +14,10 @@ from tests.local.api import Caller, chunks_of, masked_frame, sampling, token_bat
 
 def order_of(worker: ShuffledExecutor) -> list[int]:
     """In which order ten calls are made that wait for the same moment."""
-    go, order = threading.Event(), []
-    first = worker.submit(go.wait)
+    begun, go, order = threading.Event(), threading.Event(), []
+    first = worker.submit(lambda: begun.set() or go.wait(10))
+    # Else the thread's first turn may go to one of those that are to wait.
+    assert begun.wait(10)
     waiting = [worker.submit(order.append, number) for number in range(10)]
     assert waiting[3].cancel()
     go.set()
