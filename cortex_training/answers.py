@@ -7,6 +7,7 @@ it out. Only the keys named here are known to a type checker. What `poll_request
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, TypedDict
 
 
@@ -217,3 +218,12 @@ class RequestResult(
     Which kind it was is known to whoever submitted it. Where that is fixed, assign the result to its own type
     (``stepped: StepResult = …``), and the type checker knows which keys can be there.
     """
+
+
+def created_at(job: Job) -> datetime.datetime | None:
+    """When a job was created; None where the service does not say, or says something else than a time."""
+    try:
+        created = datetime.datetime.fromisoformat(str(job.get("created_at")))
+    except ValueError:
+        return None
+    return created if created.tzinfo is not None else created.replace(tzinfo=datetime.UTC)

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cortex_training import identity
-from cortex_training.answers import CreatedJob, Job
+from cortex_training.answers import CreatedJob, Job, created_at
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document, read_object
 from cortex_training.cli.waiting import shown
@@ -152,15 +152,6 @@ def _waited(client: CortexTrainingClient, job_id: str) -> Job:
         return client.wait_for_job(
             job_id, progress=lambda job: show(f"job {job_id}: {job_state(job.get('status'))} {job.get('reason') or ''}")
         )
-
-
-def created_at(job: Job) -> datetime.datetime | None:
-    """When a job was created; None where the service does not say, or says something else than a time."""
-    try:
-        created = datetime.datetime.fromisoformat(str(job.get("created_at")))
-    except ValueError:
-        return None
-    return created if created.tzinfo is not None else created.replace(tzinfo=datetime.UTC)
 
 
 def _moment(text: str) -> datetime.datetime:

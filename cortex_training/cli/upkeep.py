@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cortex_training.answers import Job
 from cortex_training.cli.connection import connect
 from cortex_training.cli.documents import print_document
-from cortex_training.cli.jobs import created_at
 from cortex_training.errors import ApiError, ConfigurationError, CortexTrainingError, NotFoundError
-from cortex_training.states import is_terminal_job, job_state
 
 _TOLERATED_SKEW_S = 60.0
 _SWEEP_AGE_S = 24 * 3600.0
@@ -94,11 +90,16 @@ def _compare_clocks(options: argparse.Namespace) -> str:
 
 
 def run_sweep(options: argparse.Namespace) -> int:
-    owned = {job_id for root in options.root for job_id in _owned_jobs(root)}
+    from cortex_training.training.sweep import SweepRule, owned_jobs
+
+    rule = SweepRule(
+        older_than_s=options.older_than,
+        user=options.user,
+        experiments=(options.experiment,) if options.experiment else (),
+        owned=owned_jobs(options.root),
+    )
     with connect(options) as client:
-        found = [job for job in client.list_jobs() if _is_sweepable(job, options) and job.get("job_id") not in owned]
-        if options.experiment:
-            found = [job for job in found if _experiment(client, job["job_id"]).startswith(options.experiment)]
+        found = rule.jobs(client)
         cancelled = []
         for job in found if options.cancel else []:
             try:
@@ -111,37 +112,6 @@ def run_sweep(options: argparse.Namespace) -> int:
     document = {"found": [{key: job.get(key) for key in kept} for job in found], "cancelled": cancelled}
     print_document(options, document)
     return 0 if not options.cancel or len(cancelled) == len(found) else 1
-
-
-def _owned_jobs(root: str) -> tuple[str, ...]:
-    """Jobs that a run goes on with; those of a finished one are nobody's."""
-    from cortex_training.training import status
-
-    run = status(root)
-    return () if run.state.finished_steps else tuple(run.state.job_ids)
-
-
-def _is_sweepable(job: Job, options: argparse.Namespace) -> bool:
-    state = job_state(job.get("status"))
-    if is_terminal_job(state) or state == "cancelling" or not job.get("job_id"):
-        return False
-    if options.user and str(job.get("submitted_by", "")).lower() != options.user.lower():
-        return False
-    age_s = _age_s(job)
-    # A job whose age is not known may be a minute old and somebody's.
-    return age_s is not None and age_s >= options.older_than
-
-
-def _age_s(job: Job) -> float | None:
-    created = created_at(job)
-    return None if created is None else (datetime.datetime.now(datetime.UTC) - created).total_seconds()
-
-
-def _experiment(client: Any, job_id: str) -> str:
-    try:
-        return str(client.get_experiment_run(job_id).get("experiment_name") or "")
-    except ApiError:
-        return ""
 
 
 def run_conformance(options: argparse.Namespace) -> int:
