@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import re
@@ -43,6 +44,7 @@ class Active:
     seen: int = 0
     fired: int = 0
     holding: list[asyncio.Future[None]] = field(default_factory=list)
+    removed: bool = False
 
     def fires(self, meeting: Meeting) -> bool:
         """Count the meeting if it is one of the rule's, and say whether it is hit."""
@@ -84,8 +86,8 @@ class Weather:
     def __init__(self, faults: Faults) -> None:
         self._seed = faults.seed
         self._active: dict[str, Active] = {}
-        self._changed = asyncio.Condition()
-        self._tellers: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced by another."""
         self._put(faults.rules)
 
     @property
@@ -106,6 +108,7 @@ class Weather:
 
     def remove(self, name: str) -> None:
         """Remove a rule and let go of what it holds. Raises RuleError."""
+        self.find(name).removed = True
         self.release(name)
         del self._active[name]
 
@@ -134,7 +137,9 @@ class Weather:
         return self._fired(EXECUTIONS, meeting)
 
     async def hold(self, active: Active) -> None:
-        """Return when the rule is released."""
+        """Return when the rule is released; at once when it was removed since it fired."""
+        if active.removed:
+            return
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         active.holding.append(held)
         self._tell()
@@ -147,11 +152,10 @@ class Weather:
     async def wait(self, name: str, enough: Callable[[Active], bool], timeout_s: float) -> Active:
         """Return the rule when it is `enough`, or when the time is over. Raises RuleError."""
         active = self.find(name)
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: enough(active))
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not enough(active):
+                    await self._changed.wait()
         return active
 
     def _put(self, rules: Sequence[Rule]) -> None:
@@ -166,10 +170,5 @@ class Weather:
         return fired
 
     def _tell(self) -> None:
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self._tellers.add(task)
-        task.add_done_callback(self._tellers.discard)
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -82,9 +82,6 @@ class _Arrival:
     def authorization(self) -> str | None:
         return _header(self.scope, b"authorization")
 
-    def handle_by(self, app: ASGIApp) -> _Handling:
-        return _Handling(app, self)
-
 
 @dataclass
 class _Handling:
@@ -185,7 +182,7 @@ class WeatherDoor:
                 reply = await self._before(active, arrival)
                 if reply is not None:
                     return reply
-        reply = await arrival.handle_by(self._app).reply()
+        reply = await _Handling(self._app, arrival).reply()
         for active in fired:
             if active.rule.when != BEFORE:
                 if active.rule.when == ONCE_EXECUTED:
@@ -213,7 +210,7 @@ class WeatherDoor:
             change(act, arrival, reply)
             return reply
         if act.action == "repeat":
-            await arrival.handle_by(self._app).reply()
+            await _Handling(self._app, arrival).reply()
             return reply
         return await self._anywhen(active, arrival) or reply
 
@@ -241,7 +238,7 @@ class WeatherDoor:
 
     async def _handle_late(self, seconds: float, arrival: _Arrival) -> None:
         await asyncio.sleep(seconds)
-        await arrival.handle_by(self._app).reply()
+        await _Handling(self._app, arrival).reply()
 
     async def _until_executed(self, job_id: str | None, reply: _Reply) -> None:
         """Return when the request that the reply names is over; at once when it names none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import tomllib
@@ -192,3 +193,10 @@ def test_the_manual_names_every_action_with_its_fields_and_shows_a_file_that_is_
         assert f"`{kind.whens[0]}`" in told, action
         assert ("any" in told) is (len(kind.whens) == 3), action
     assert all(f"`{name}`" in table for name in (*ROUTES, *OPERATION_TYPES))
+
+
+async def test_a_rule_that_was_removed_meanwhile_holds_nothing_back() -> None:
+    weather = Weather(read_document({"rules": [{"name": "held", "action": "hold"}]}))
+    [active] = weather.requested(Meeting(("step",)))
+    weather.remove("held")
+    await asyncio.wait_for(weather.hold(active), 5)
