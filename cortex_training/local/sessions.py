@@ -120,12 +120,3 @@ class Sessions:
             session = self._by_token.pop(token, None)
         if session is not None:
             self._ended(session)
-
-    def expire_all(self) -> int:
-        """Let every session token expire now; master tokens stay. Returns how many were open."""
-        now = time.monotonic()
-        with self._lock:
-            still_open = [session for session in self._by_token.values() if session.expires > now]
-            for session in still_open:
-                session.expires = now
-        return len(still_open)

@@ -72,7 +72,7 @@ class SnowflakeFiles:
             "src_locations": [file.path for _, file in wanted],
             "localLocation": statement.target,
             # Of the places a connector can fetch from, the one where a link alone is enough.
-            "stageInfo": {"locationType": "GCS", "location": "", "path": "", "region": "local", "creds": {}},
+            "stageInfo": {"locationType": "GCS", "location": "runs/", "path": "", "region": "local", "creds": {}},
             "presignedUrls": [f"{base_url}/stage-files/{self._link(job, file.path)}" for job, file in wanted],
             "encryptionMaterial": [],
             "parallel": 4,

@@ -129,7 +129,11 @@ class SnowflakeSide:
                 return _success(await asyncio.to_thread(self._files.answer, statement, base_url))
         except Refusal as refusal:
             return _failure("002003", f"SQL compilation error:\n{refusal.message}", {"sqlState": "02000"})
-        return self._signed(await fakesnow_server.query_request(_again(request, body)))
+        answer = await fakesnow_server.query_request(_again(request, body))
+        if answer.status_code >= 500:
+            # It fails in its own way for what it does not know, and a connector asks again after a 500 for minutes.
+            return _failure("261000", "the local service's SQL engine, fakesnow, cannot run this statement")
+        return self._signed(answer)
 
     async def statement(self, request: Request) -> Response:
         """The SQL API: one statement, answered with its rows as text."""

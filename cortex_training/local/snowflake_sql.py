@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _FUNCTIONS = {
     "current_warehouse": WAREHOUSE,
 }
 """Context functions that fakesnow does not have, and what they say here."""
+warnings.filterwarnings("ignore", message="Arrow output on a DB-API result", category=UserWarning, module="fakesnow")
 _QUOTED = re.compile(r"('(?:[^'\\]|\\.|'')*'|--[^\n]*|/\*.*?\*/)", re.DOTALL)
 
 

@@ -53,14 +53,13 @@ def _names(host: str) -> list[str]:
 
 def _is_good(files: TlsFiles, names: list[str]) -> bool:
     from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
 
     try:
-        certificate = x509.load_pem_x509_certificates(files.certificate.read_bytes())[0]
+        certificate, authority = x509.load_pem_x509_certificates(files.certificate.read_bytes())
         alternative = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(files.certificate, files.key)
-        trusted = certificate.issuer in {
-            one.subject for one in x509.load_pem_x509_certificates(files.ca_bundle.read_bytes())
-        }
+        trusted = authority.public_bytes(serialization.Encoding.PEM) in files.ca_bundle.read_bytes()
     except (OSError, ValueError, x509.ExtensionNotFound):
         return False
     left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
