@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -279,12 +280,13 @@ async def _checkpoints(driver: Driver) -> list[dict[str, Any]]:
     )
     kind = driver.plan.checkpoint_type
     wanted = [c for c in listed if c.get("checkpoint_type", kind) == kind]
-    return sorted(wanted, key=lambda c: _created(c.get("created_at")))
+    return sorted(wanted, key=created_at)
 
 
-def _created(value: Any) -> float:
+def created_at(what: Mapping[str, Any]) -> float:
+    """When the service made a job or a checkpoint, in UTC seconds; 0 when it does not say."""
     try:
-        return datetime.fromisoformat(str(value)).timestamp()
+        return datetime.fromisoformat(str(what.get("created_at"))).timestamp()
     except ValueError:
         return 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from cortex_training.errors import (
     ApiError,
     ConfigurationError,
     ConflictError,
+    CortexTrainingError,
     DeadlineExceeded,
     JobFailed,
     NotFoundError,
@@ -26,6 +28,9 @@ from cortex_training.training.plan import canonical_sha256
 from cortex_training.training.progress import RunFailed
 from cortex_training.training.state import CONTINUATION, FIRST, MOVE, REPLACEMENT, ROLLBACK, Base, Segment, replay
 from cortex_training.training.teardown import ENDED
+
+_CLOCK_SKEW_S = 60.0
+"""How far the service's clock may be behind the driver's."""
 
 
 async def recover(driver: Driver) -> None:
@@ -243,6 +248,7 @@ def budget_spent(driver: Driver) -> str:
 
 async def _create(driver: Driver) -> None:
     segment = driver.segment
+    asked = segment.job_id
     body = job_body(driver, segment)
 
     async def attempt() -> str:
@@ -264,6 +270,8 @@ async def _create(driver: Driver) -> None:
         if not await offload(_is_driven, driver.store, job_id):
             await driver.client.cancel_job(job_id)
         raise
+    if job_id != asked:
+        await _tell_of_lost_jobs(driver, body, segment.saved_at)
 
 
 def _is_driven(store: Store, job_id: str) -> bool:
@@ -279,10 +287,40 @@ async def _adopt_equal(driver: Driver, body: dict[str, Any]) -> None:
     job = await driver.job()
     if job is None or is_terminal_job(job.get("status")):
         raise SegmentLost(f"job {driver.segment.job_id} exists and has ended")
+    other = _difference(body, job)
+    if other is not None:
+        raise SegmentLost(f"job {driver.segment.job_id} exists with another {other}")
+
+
+def _difference(body: Mapping[str, Any], job: Mapping[str, Any]) -> str | None:
+    """The first part of a sub-job in which a job is not what `body` would create."""
     for mine, theirs in zip(body["sub_job_configs"], job.get("sub_jobs", []), strict=False):
         for key in ("model_name", "training_config", "inference_config"):
             if canonical_sha256(mine.get(key)) != canonical_sha256(theirs.get(key)):
-                raise SegmentLost(f"job {driver.segment.job_id} exists with another {key}")
+                return key
+    return None
+
+
+async def _tell_of_lost_jobs(driver: Driver, body: Mapping[str, Any], began: float) -> None:
+    """Name the jobs that an earlier try of this creation may have made, on a service that gives its own ids.
+
+    Nothing the service lists tells them from an equal job of another run, so a person has to end them, or their idle
+    timeout. Best effort.
+    """
+    try:
+        listed = await driver.client.list_jobs()
+    except CortexTrainingError:
+        return
+    for job in listed:
+        job_id = job.get("job_id")
+        known = job_id in driver.state.job_ids or is_terminal_job(job.get("status"))
+        if known or operations.created_at(job) < began - _CLOCK_SKEW_S or _difference(body, dict(job)) is not None:
+            continue
+        driver.tell(
+            "recover",
+            message=f"job {job_id} has this run's configuration and is in no record of it: unless another run made it, "
+            "a creation whose answer was lost did, and it should be cancelled",
+        )
 
 
 def job_body(driver: Driver, segment: Segment) -> dict[str, Any]:

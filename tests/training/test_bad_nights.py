@@ -219,3 +219,18 @@ def test_an_ended_run_is_taken_from_a_driver_that_is_still_alive(runs, proxy):
 
     assert on_client(runs, both) == jobs(runs)
     assert len(jobs(runs)) == 1
+
+
+def test_a_creation_that_was_lost_on_a_service_with_ids_of_its_own_is_told_of(start_local_service, manifest, tmp_path):
+    service = start_local_service(assume="job-ids=ignored")
+    with FaultProxy(service.base_url) as proxy:
+        runs = Runs(service, manifest, tmp_path / "run", proxy.base_url)
+        proxy.add(r"^POST .*/cortex-training/?$", DROP_AFTER)
+        result = runs.run(runs.plan(steps=2))
+
+        async def listed(client):
+            return {job["job_id"] for job in await client.list_jobs()}
+
+        (lost,) = on_client(runs, listed, service.base_url) - {result.job_id}
+        assert [p.message for p in runs.progress if lost in p.message and "should be cancelled" in p.message]
+        assert state_of(runs, lost) not in DEAD

@@ -23,7 +23,7 @@ class Driver:
     def __init__(self, runs, folder, **changes):
         self.runs = runs
         self.plan_file = folder / "plan.json"
-        self.plan_file.write_text(json.dumps(runs.plan(steps=10, save_every_steps=3, **changes).to_dict()))
+        self.plan_file.write_text(json.dumps(runs.plan(**{"steps": 10, "save_every_steps": 3, **changes}).to_dict()))
 
     def start(self):
         command = [
@@ -33,8 +33,8 @@ class Driver:
         ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def finish(self):
-        out, err = self.start().communicate(timeout=120)
+    def finish(self, timeout_s=120):
+        out, err = self.start().communicate(timeout=timeout_s)
         assert out, err
         return json.loads(out)
 
