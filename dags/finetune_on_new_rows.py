@@ -141,9 +141,10 @@ with DAG(
 
 @task(retries=0)
 def published() -> dict[str, Any]:
-    """The publication this run is about, as the sub-jobs that load it and the file its answers go to.
+    """The publication this run is about: the sub-jobs that load it, what it is asked, and where its answers go.
 
-    Several publications may have started one run; the latest is evaluated.
+    Several publications may have started one run; the latest is evaluated. The prompts pass through here because text
+    that stands in an operator is a template, of which Jinja drops a newline at the end.
     """
     events = [event for events in get_current_context()["triggering_asset_events"].values() for event in events]
     latest = max((event.extra["payload"] for event in events), key=lambda told: told["entry"])
@@ -151,6 +152,7 @@ def published() -> dict[str, Any]:
     Path(ROOT, "answers").mkdir(exist_ok=True)
     return {
         "sub_jobs": [{**SAMPLING, "source_checkpoint_info": checkpoint}],
+        "prompts": PROMPTS,
         "answers": f"{ROOT}/answers/{latest['epoch']}-{latest['step']}.jsonl",
     }
 
@@ -171,7 +173,7 @@ with DAG(
     answer = CortexTrainingGenerateOperator(
         task_id="answer",
         job_id=load.output,
-        prompts=PROMPTS,
+        prompts=subject["prompts"],
         sampling_params={"max_tokens": setting("MAX_NEW_TOKENS", 64), "temperature": 0.0},
         output_path=subject["answers"],
     )

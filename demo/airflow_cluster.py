@@ -227,6 +227,10 @@ class AirflowCluster:
         ti = self.request("GET", f"{_run_path(dag_id, run_id)}/taskInstances/{task_id}")
         return self.owner_of(ti)
 
+    def triggerer_job(self, component: str) -> int:
+        """The id under which Airflow knows a triggerer."""
+        return self._triggerer_jobs[component]
+
     def owner_of(self, ti: Mapping[str, Any]) -> str | None:
         """`triggerer_of` for a task instance as the REST API shows it."""
         job_id = (ti.get("triggerer_job") or {}).get("id")

@@ -16,9 +16,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -28,7 +29,7 @@ from cortex_training.local.models import model_folder
 from cortex_training.publication import RootError
 from cortex_training.states import is_terminal_job
 from cortex_training.training import RunStatus, status
-from demo.airflow_cluster import AirflowCluster, ClusterError
+from demo.airflow_cluster import TERMINAL_RUN_STATES, AirflowCluster, ClusterError
 from demo.snowflake_server import SnowflakeServer
 from tests.faults.proxy import FaultProxy
 from tests.live.lookups import LOOKUPS_VARIABLE
@@ -144,6 +145,7 @@ class Night:
     folder: Path
     conn_id: str
     database: str
+    runs: list[Run] = field(default_factory=list)
 
     # The connection
 
@@ -174,7 +176,9 @@ class Night:
     # Runs
 
     def start(self, dag_id: str, **conf: Any) -> Run:
-        return Run(self, dag_id, self.airflow.trigger_dag(dag_id, {"conn_id": self.conn_id, **conf}))
+        run = Run(self, dag_id, self.airflow.trigger_dag(dag_id, {"conn_id": self.conn_id, **conf}))
+        self.runs.append(run)
+        return run
 
     def plan(self, name: str, **changes: Any) -> dict[str, Any]:
         return training_plan(self.folder, name, **changes)
@@ -207,8 +211,11 @@ class Night:
             assert [e["global_steps"] for e in self.executed("step")] == list(range(1, steps + 1))
 
     def clean_up(self) -> None:
+        """After a failure: end runs first, for a training that is still driven replaces a job that is cancelled."""
         for rule in self.proxy.rules:
             rule.released.set()
+        for run in self.runs:
+            run.end()
         with self.client() as client:
             for job_id in self.live_jobs():
                 client.cancel_job(job_id)
@@ -248,6 +255,13 @@ class Run:
     def log(self, task_id: str, try_number: int = 1) -> str:
         return self.night.airflow.task_log(self.dag_id, self.run_id, task_id, try_number)
 
+    def trigger_log(self, task_id: str, component: str) -> str:
+        """What a trigger of the task wrote in one triggerer, in the first try."""
+        folder = self.night.airflow.home / "logs" / f"dag_id={self.dag_id}" / f"run_id={self.run_id}"
+        job_id = self.night.airflow.triggerer_job(component)
+        paths = folder.rglob(f"task_id={task_id}/attempt=1.log.trigger.{job_id}.log")
+        return "".join(path.read_text(errors="replace") for path in paths)
+
     def mark(self, task_id: str, state: str) -> None:
         self.night.airflow.set_task_state(self.dag_id, self.run_id, task_id, state)
 
@@ -265,6 +279,15 @@ class Run:
 
         wait_until(look, f"a triggerer runs {task_id}")
         return found[0]
+
+    def end(self) -> None:
+        """Fail the run, as a person does who gives it up, unless it has ended."""
+        airflow = self.night.airflow
+        if airflow.run_state(self.dag_id, self.run_id) not in TERMINAL_RUN_STATES:
+            for ti in airflow.task_instances(self.dag_id, self.run_id):
+                if ti["state"] == "deferred" and ti["map_index"] < 0:
+                    self.mark(ti["task_id"], "failed")
+            airflow.request("PATCH", f"/dags/{self.dag_id}/dagRuns/{quote(self.run_id, safe='')}", {"state": "failed"})
 
     def why(self) -> str:
         airflow, told = self.night.airflow, [str(self.states())]

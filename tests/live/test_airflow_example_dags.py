@@ -122,7 +122,7 @@ def trained_checkpoint(night: Night) -> tuple[str, str]:
     from tests.live.conftest import training_sub_job
 
     with night.client() as client:
-        job_id = client.create_job([training_sub_job()])
+        job_id = client.create_job_from_body({"sub_job_configs": [training_sub_job()]})["job_id"]
         client.wait_for_job(job_id, timeout_s=60)
         saved = client.poll_request(job_id, client.save(job_id, None, "weights-only"), timeout_s=60)
         client.cancel_job(job_id)

@@ -37,7 +37,7 @@ def test_a_triggerer_that_is_stopped_or_stood_still_cancels_nothing(night: Night
     night.airflow.freeze_component(frozen)
     wait_until(lambda: run.triggerer_of("train") != frozen, "the trigger moves")
     night.airflow.thaw_component(frozen)
-    wait_until(lambda: "cancelled by user action" in night.airflow.log_tail(frozen, 200_000), "it hears of it")
+    wait_until(lambda: "cancelled by user action" in run.trigger_log("train", frozen), "it is told so")
     began_at = confirmed_step(plan)
     wait_until(lambda: confirmed_step(plan) > began_at + 2, "the run goes on")
     assert night.cancels() == 0
