@@ -54,6 +54,7 @@ test-live: $(VENV)/.ready
 # 1,000 seeds of the fault suite take over two hours; FAULT_SCHEDULES asks for fewer.
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
+	AIRFLOW_LIVE_DATABASE=postgresql $(PYTEST) -m "live and not long" tests/live --ignore=tests/live/prefect
 
 faults: $(VENV)/.ready
 	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -m "live or long" tests/faults \
