@@ -23,6 +23,8 @@ from cortex_training.errors import ConfigurationError
 
 _PROFILE = "cortex-training"
 _ACCOUNTS = ".snowflakecomputing.com"
+_LOCATOR = re.compile(r"\.([a-z]+-[a-z]+-\d|aws|azure|gcp)$")
+"""How an account locator ends: in its region, or the region's cloud. No host name does."""
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -169,8 +171,8 @@ def _checked_token(text: str) -> str:
 def account_address(text: str) -> str:
     """The host of an account from what people have at hand, or a URL with scheme and port as it is.
 
-    Accepts a host, an account identifier (``myorg-myaccount``), or the address of the account's web page. Underscores
-    become hyphens: a host name has none, and the service answers under both.
+    Accepts a host, an account identifier (``myorg-myaccount``, or a locator with its region), or the address of the
+    account's web page. Underscores become hyphens: a host name has none, and the service answers under both.
     """
     stripped = text.strip().rstrip("/")
     parts = urlsplit(stripped if "://" in stripped else f"https://{stripped}")
@@ -187,7 +189,7 @@ def account_address(text: str) -> str:
         raise ConfigurationError.of("host", text, "must be a host, an account identifier, or a URL without a path")
     elif "://" in stripped and not host.endswith(_ACCOUNTS):
         return stripped
-    elif "." not in host:
+    elif "." not in host or _LOCATOR.search(host):
         host += _ACCOUNTS
     host = host.replace("_", "-")
     if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host):

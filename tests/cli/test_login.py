@@ -169,7 +169,10 @@ def test_the_file_may_be_given_behind_the_command(account: Any, run: Any, tmp_pa
         ("MyOrg-My_Acct", "myorg-my-acct.snowflakecomputing.com"),
         ("https://myorg-acct.snowflakecomputing.com/", "myorg-acct.snowflakecomputing.com"),
         ("https://app.snowflake.com/myorg/acct/#/homepage", "myorg-acct.snowflakecomputing.com"),
-        ("xy12345.eu-west-1.aws", "xy12345.eu-west-1.aws"),
+        ("xy12345.eu-west-1", "xy12345.eu-west-1.snowflakecomputing.com"),
+        ("xy12345.us-east-2.aws", "xy12345.us-east-2.aws.snowflakecomputing.com"),
+        ("acct.privatelink.snowflakecomputing.com", "acct.privatelink.snowflakecomputing.com"),
+        ("snowflake.example.com", "snowflake.example.com"),
         ("http://127.0.0.1:8484", "http://127.0.0.1:8484"),
     ],
 )
