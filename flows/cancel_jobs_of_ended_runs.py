@@ -4,7 +4,8 @@
 
 serves a small flow, and creates an automation on the Prefect server that runs it for each flow run with the tag
 `cortex-training` that is cancelled, fails or crashes (or only for the ends that are named). Of a run that was suspended
-no hook is ever called; the server sees its end all the same.
+no hook is ever called; the server sees its end all the same. Give the tag to your deployments: the server's events name
+the tags that a flow run began with.
 
 A flow run that failed may be retried, and would go on with the job that is there: leave `Failed` and `Crashed` out if
 that is what you want, and let the jobs' idle timeout be their end.

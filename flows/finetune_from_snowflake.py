@@ -7,6 +7,9 @@ Blocks it uses, made once in the UI or from Python: a `SnowflakeConnector` of pr
 
 Running it again after a crash, with the same flow run or on the same root, goes on where it stopped: no job is created
 twice, no step is taken twice. Whatever happens, the job is cancelled in the end.
+
+Served, with `prefect-cortex-training watch` and `drive` running beside it, the flow run is suspended while its job
+queues and while the GPUs work: no process waits for them. Without those two it waits in its own process.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from snowflake.connector.errors import ProgrammingError
 from cortex_training import ConfigurationError, SubJobConfig
 from cortex_training.training import LearningRate, TrainingPlan
 from prefect_cortex_training import (
+    await_remote,
     build_dataset,
     cancel_remote_jobs,
     create_job,
@@ -33,7 +37,6 @@ from prefect_cortex_training import (
     publish,
     save,
     train,
-    wait_until_running,
     weight_sync,
 )
 
@@ -184,7 +187,7 @@ def finetune_from_snowflake(
 
     with jobs_cancelled_at_end():
         job_id = create_job(cortex, [sub_job.to_wire() for sub_job in sub_jobs])
-        wait_until_running(cortex, job_id)
+        await_remote(cortex, job_id)
         before = generate(cortex, job_id, out=f"{root}/samples-before.json", seq=1, **samples)
         plan = replace(plan, dataset=dataset["manifest"], job_id=job_id)
         trained = train(cortex, plan.to_dict())

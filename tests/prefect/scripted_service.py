@@ -38,6 +38,9 @@ class ScriptedService:
         self._done("create", job_id)
         return {"job_id": job_id}
 
+    async def aclose(self) -> None:
+        """As the client that it stands for."""
+
     async def get_job(self, job_id: str) -> dict[str, Any]:
         self._called("get", job_id)
         if job_id not in self.jobs:

@@ -75,7 +75,7 @@ from prefect_cortex_training.tasks import (  # noqa: E402
     wait_until_running,
     weight_sync,
 )
-from prefect_cortex_training.waiting import aawait_remote, await_remote  # noqa: E402
+from prefect_cortex_training.waiting import aawait_remote, await_remote, can_suspend  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -108,6 +108,7 @@ __all__ = [
     "await_until_running",
     "aweight_sync",
     "build_dataset",
+    "can_suspend",
     "cancel_job",
     "cancel_jobs_of_flow_run",
     "cancel_remote_jobs",

@@ -36,7 +36,6 @@ from prefect_cortex_training.handover import (
     FAILED,
     LEFT,
     Outcome,
-    Presence,
     attempt_of,
     find_outcome,
     find_plan,
@@ -44,6 +43,7 @@ from prefect_cortex_training.handover import (
     outcome_key,
 )
 from prefect_cortex_training.labels import Label, RunLabels, labels_of, root_digest, roots_in
+from prefect_cortex_training.presence import DRIVERS, Presence
 from prefect_cortex_training.progress import ProgressReport
 from prefect_cortex_training.scan import resume, suspended_runs
 from prefect_cortex_training.waits import TRAINING, Wait, wait_of
@@ -55,6 +55,9 @@ CLAIM_S = 60.0
 """How long a driver that says nothing keeps others from a run."""
 
 _CLAIM_EVERY_S = 20.0
+_RIVALS_S = 1.0
+"""How long another driver may take from its look at a run to its claim."""
+
 _STOP_S = 15.0
 _TRIES = 3
 _TRY_AGAIN_S = 30.0
@@ -64,11 +67,11 @@ class Drive:
     """Drives the training of suspended flow runs until it is told to stop."""
 
     def __init__(self, *, every_s: float, max_runs: int = MAX_RUNS, logger: logging.Logger | None = None) -> None:
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{new_token()[:6]}"
+        self.name = f"{socket.gethostname()}/{os.getpid()}/{new_token()[:6]}"
         self._every_s = every_s
         self._max_runs = max_runs
         self._logger = logger or get_logger("prefect_cortex_training.drive")
-        self._presence = Presence()
+        self._presence = Presence(DRIVERS, every_s=every_s)
         self._driven: dict[UUID, _Driven] = {}
 
     async def drive(self, stop: asyncio.Event) -> None:
@@ -102,7 +105,7 @@ class Drive:
                     await self._take_up(run, wait)
 
     async def _look_after(self, prefect: PrefectClient, driven: _Driven) -> None:
-        await driven.claim(self.name)
+        await driven.keep(self.name)
         try:
             state = (await prefect.read_flow_run(driven.flow_run_id)).state
         except ObjectNotFound:
@@ -155,19 +158,28 @@ class _Driven:
         self._labels = RunLabels(run.id)
         self._logger = logger
         self._digest, self._training, self._run_count = wait.subject
-        self._claimed = 0.0
+        self._key = f"driver.{self._training}"
+        self._said = 0.0
 
     async def claim(self, name: str) -> bool:
-        """Say that this driver drives the run, every 20 seconds at most; False when another has just said so.
+        """Take the run up, unless another driver has it. Of two that claim at the same moment the last one gets it.
 
-        Two that claim at the same moment may both go on: the journal lets only one of them append.
+        Should both go on nevertheless, the journal lets only one of them append.
         """
-        if self._claimed and time.monotonic() - self._claimed < _CLAIM_EVERY_S:
-            return True
-        key = f"driver.{self._training}"
-        stored = await self._labels.write({key: f"{name} {time.time():.0f}"})
-        self._claimed = time.monotonic()
-        return str(stored[key]).startswith(f"{name} ")
+        if not _is_free(await self._labels.read(), self._training, name):
+            return False
+        await self._say(name)
+        await asyncio.sleep(_RIVALS_S)
+        return str((await self._labels.read()).get(self._key, "")).startswith(f"{name} ")
+
+    async def keep(self, name: str) -> None:
+        """Say that the run is still driven here, every 20 seconds at most."""
+        if time.monotonic() - self._said > _CLAIM_EVERY_S:
+            await self._say(name)
+
+    async def _say(self, name: str) -> None:
+        await self._labels.write({self._key: f"{name} {time.time():.0f}"})
+        self._said = time.monotonic()
 
     async def train(self, known: dict[str, Label]) -> None:
         """Train to an outcome, leave it in the labels, resume the flow run."""
@@ -228,9 +240,27 @@ class _Driven:
 
 
 def _is_free(known: dict[str, Label], training: str, name: str) -> bool:
-    """Whether no other driver has claimed the run lately."""
+    """Whether no other driver that is alive has claimed the run lately."""
     driver, _, said = str(known.get(f"driver.{training}", " 0")).rpartition(" ")
-    return driver == name or time.time() - float(said) > CLAIM_S
+    return driver == name or time.time() - float(said) > CLAIM_S or _has_died(driver)
+
+
+def _has_died(driver: str) -> bool:
+    """Whether a driver was a process of this host, and is none any more. Of other hosts nothing is known."""
+    host, _, rest = driver.partition("/")
+    pid = rest.partition("/")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    if int(pid) == os.getpid():
+        # A container that was started again has the number of the one before.
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _named() -> None:

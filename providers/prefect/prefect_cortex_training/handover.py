@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
-
-from prefect.variables import Variable
 
 from cortex_training.errors import ConfigurationError
 from cortex_training.identity import new_token
@@ -23,11 +20,6 @@ from cortex_training.training import RunFailed, TrainingPlan
 from prefect_cortex_training.labels import Label, RunLabels, root_digest
 
 VERSION = 1
-ALIVE_S = 90.0
-"""A driver that has said nothing for so long is gone."""
-
-_DRIVERS = "cortex_training_drive"
-_TELL_EVERY_S = 20.0
 
 DONE = "done"
 FAILED = "failed"
@@ -131,23 +123,3 @@ def find_plan(root: str, attempt: str, nonces: list[str]) -> TrainingPlan:
 
 def _plan_file(attempt: str) -> str:
     return f"exec/{attempt}/plan.json"
-
-
-class Presence:
-    """A driver saying that it is there, in a variable on the Prefect server. One variable for all: any will do."""
-
-    def __init__(self) -> None:
-        self._told = 0.0
-
-    async def tell(self) -> None:
-        """Say so, every 20 seconds at most."""
-        if time.monotonic() - self._told < _TELL_EVERY_S and self._told:
-            return
-        await Variable.aset(_DRIVERS, {"at": time.time()}, overwrite=True)
-        self._told = time.monotonic()
-
-
-async def a_driver_is_there() -> bool:
-    """Whether some driver has said that it is there, not long ago."""
-    value: Any = await Variable.aget(_DRIVERS, None)
-    return isinstance(value, dict) and time.time() - float(value.get("at", 0.0)) < ALIVE_S

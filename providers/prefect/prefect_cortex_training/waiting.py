@@ -27,6 +27,7 @@ from cortex_training.errors import (
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import dual, run_to_end
 from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.presence import WATCHERS, somebody_is_there
 from prefect_cortex_training.waits import REQUEST, RUNNING, Wait
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ async def aawait_remote(
     """Wait until a job runs, or until a request of it is done; returns the job, or the request's result.
 
     Call it in the body of a flow. It looks for `poll_s` seconds from this process, then suspends the flow run, whose
-    process ends. In a task, in a subflow, or without a deployment nothing can be suspended: it waits in this process.
+    process ends. In a task, in a subflow, or without a deployment nothing can be suspended, and without a
+    ``prefect-cortex-training watch`` nobody would resume it: then it waits in this process.
 
     Args:
         credentials: name of a `CortexTrainingCredentials` block.
@@ -72,13 +74,14 @@ async def aawait_remote(
     since = float(await labels.remember(f"waiting_since.{subject[-1]}", time.time()))
     deadline, keys = since + timeout_s, wait.keys()
     patience_s = poll_s
+    watched = can_suspend() and await _is_watched()
     while True:
         left_s = max(deadline - time.time(), 1.0)
         try:
-            return await _look(wait, patience_s=min(patience_s, left_s) if can_suspend() else left_s, since=since)
+            return await _look(wait, patience_s=min(patience_s, left_s) if watched else left_s, since=since)
         except (DeadlineExceeded, RateLimitedError, ServiceError, TransportError):
             # A service that is out of reach may be back before the time is over: whoever watches is patient.
-            if time.time() >= deadline or not can_suspend():
+            if time.time() >= deadline or not watched:
                 raise
         await suspend(keys, timeout_s=deadline - time.time())
         # Back without having been gone: this key had its suspension. The next one may still be to come.
@@ -99,6 +102,13 @@ def can_suspend() -> bool:
     if context is None or context.flow_run is None or TaskRunContext.get() is not None:
         return False
     return context.flow_run.deployment_id is not None and context.flow_run.parent_task_run_id is None
+
+
+async def _is_watched() -> bool:
+    if await somebody_is_there(WATCHERS):
+        return True
+    get_run_logger().info("no `prefect-cortex-training watch` is up: this process waits, and stays for as long")
+    return False
 
 
 async def suspend(keys: Iterator[str], *, timeout_s: float | None) -> None:

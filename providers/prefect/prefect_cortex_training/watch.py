@@ -20,8 +20,9 @@ from prefect.logging import get_logger
 from cortex_training.errors import ApiError, AuthError, NotFoundError, RateLimitedError, ServiceError
 from cortex_training.states import JobState, is_terminal_job, is_terminal_request, job_state
 from prefect_cortex_training.credentials import load_credentials
-from prefect_cortex_training.handover import a_driver_is_there, find_outcome
+from prefect_cortex_training.handover import find_outcome
 from prefect_cortex_training.labels import labels_of
+from prefect_cortex_training.presence import DRIVERS, WATCHERS, Presence, somebody_is_there
 from prefect_cortex_training.reconcile import Reconciler, Rules
 from prefect_cortex_training.scan import resume, suspended_runs
 from prefect_cortex_training.waiting import NOT_YET_KNOWN_S, WATCHED_S
@@ -52,6 +53,7 @@ class Watcher:
         self._next_look: dict[str, float] = {}
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._driver_seen = time.monotonic()
+        self._presence = Presence(WATCHERS, every_s=every_s)
         self._reconciler = Reconciler(rules, self._logger)
 
     async def __aenter__(self) -> Watcher:
@@ -77,13 +79,14 @@ class Watcher:
 
     async def look(self) -> None:
         """One pass: resume whom nothing keeps any more, then reconcile ended runs with their jobs."""
+        await self._presence.tell()
         async with get_client() as prefect:
             await self._resume_ready(prefect)
             await self._reconciler.look(prefect)
 
     async def _resume_ready(self, prefect: PrefectClient) -> None:
         waiting = [(run, wait) for run in await suspended_runs(prefect) if (wait := wait_of(run)) is not None]
-        if any(wait.kind == TRAINING for _, wait in waiting) and await a_driver_is_there():
+        if any(wait.kind == TRAINING for _, wait in waiting) and await somebody_is_there(DRIVERS):
             self._driver_seen = time.monotonic()
         keys = {_place(run) for run, _ in waiting}
         self._next_look = {key: due for key, due in self._next_look.items() if key in keys}

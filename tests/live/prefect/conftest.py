@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +22,9 @@ from cortex_training.states import is_terminal_job
 from demo.prefect_server import PrefectServer
 from demo.processes import stop_group
 from prefect_cortex_training import CortexTrainingCredentials
+from prefect_cortex_training.dispatch import run_to_end
 from prefect_cortex_training.labels import jobs_in, labels_of
+from prefect_cortex_training.presence import DRIVERS, WATCHERS, somebody_is_there
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -68,18 +68,22 @@ class Live:
 
     def watch(self, name: str = "watch", *options: str) -> None:
         self.start(name, "-m", "prefect_cortex_training", "watch", "--every", "1", *options)
+        self._wait_for(WATCHERS)
 
     def drive(self, name: str = "drive") -> None:
         self.start(name, "-m", "prefect_cortex_training", "drive", "--every", "1")
+        self._wait_for(DRIVERS)
+
+    def _wait_for(self, name: str) -> None:
+        wait_until(lambda: run_to_end(somebody_is_there(name)), f"somebody in {name}")
 
     def worker(self, name: str = "worker") -> None:
         self.start(name, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name)
 
-    def kill(self, name: str) -> None:
-        """SIGKILL, to the process alone: what it started lives on, as orphans do."""
-        process = self.processes.pop(name)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    def deploy(self, file: Path, *flows: str) -> None:
+        """Deploy flows of a file to the work pool, each under its own name, as ``<flow>/live``."""
+        self.start("deploy", "-c", DEPLOY, str(file.parent), file.name, *flows)
+        assert self.processes.pop("deploy").wait(120) == 0, self.log("deploy").read_text()
 
     def kill_all(self, name: str) -> None:
         """SIGKILL to the process and to everything it started: the machine is gone."""
@@ -166,7 +170,9 @@ from pathlib import Path
 from prefect import Flow
 for name in sys.argv[3:]:
     found = Flow.from_source(source=sys.argv[1], entrypoint=f"{sys.argv[2]}:{name}")
-    found.deploy(name="live", work_pool_name="live", print_next_steps=False, ignore_warnings=True)
+    # Automations see the tags that a run began with; `watch` finds runs by one that they get while they run.
+    tags = ["cortex-training"] if name == "asks_a_person" else []
+    found.deploy(name="live", work_pool_name="live", tags=tags, print_next_steps=False, ignore_warnings=True)
 """
 
 
@@ -192,9 +198,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
                 "holds_a_job",
                 "asks_a_person",
                 "trains",
+                "makes_a_candidate",
             ]
-            live.start("deploy", "-c", DEPLOY, str(HERE), FLOWS, *names)
-            assert live.processes.pop("deploy").wait(120) == 0, live.log("deploy").read_text()
+            live.deploy(HERE / FLOWS, *names)
+            live.deploy(REPOSITORY / "flows" / "promote_after_approval.py", "promote_after_approval")
             live.worker()
             yield live
             live.close()
@@ -207,6 +214,11 @@ def _logs_of_failures(live: Live, request: pytest.FixtureRequest) -> Iterator[No
     for name in ("watch", "drive"):
         if name in live.processes:
             live.stop(name)
+    with get_client(sync_client=True) as client:
+        # The next test's flow runs shall not believe in those who are gone.
+        for name in (WATCHERS, DRIVERS):
+            if client.read_variable_by_name(name) is not None:
+                client.delete_variable_by_name(name)
     if request.session.testsfailed > failed_before:
         for log in sorted(live.folder.glob("*.log")):
             sys.stdout.write(f"\n--- {log.name} ---\n{log.read_text()[-6000:]}\n")

@@ -8,10 +8,14 @@ from typing import Any
 from prefect import flow, suspend_flow_run
 
 from prefect_cortex_training import (
+    aawait_remote,
+    acreate_job,
     await_remote,
     cancel_remote_jobs,
     create_job,
+    export,
     jobs_cancelled_at_end,
+    publish,
     save,
     submit_save,
     train,
@@ -43,8 +47,6 @@ def waits_for_the_queue_without_cleanup(sub_jobs: list[dict[str, Any]]) -> str:
 async def awaits_the_queue(sub_jobs: list[dict[str, Any]]) -> str:
     """The same in a flow that awaits."""
     async with jobs_cancelled_at_end():
-        from prefect_cortex_training import aawait_remote, acreate_job
-
         job_id = await acreate_job(CORTEX, sub_jobs)
         await aawait_remote(CORTEX, job_id, poll_s=1.0)
     return job_id
@@ -71,3 +73,13 @@ def asks_a_person(sub_jobs: list[dict[str, Any]], timeout_s: int) -> None:
 def trains(plan: dict[str, Any]) -> dict[str, Any]:
     """A training run that a driver may take over."""
     return train(CORTEX, plan)
+
+
+@flow(persist_result=True, result_serializer="json")
+def makes_a_candidate(sub_jobs: list[dict[str, Any]], root: str) -> str:
+    """A model to be promoted, without any training."""
+    with jobs_cancelled_at_end():
+        job_id = create_job(CORTEX, sub_jobs)
+        await_remote(CORTEX, job_id)
+        exported = export(CORTEX, job_id, save(CORTEX, job_id), root=root)
+        return publish(root, exported["save"], epoch=exported["epoch"], step=exported["step"])

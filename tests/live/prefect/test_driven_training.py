@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.states import Cancelling
 
-from cortex_training.publication import PublicationLog
+from cortex_training.publication import PosixStore, PublicationLog
+from cortex_training.training.journal import read_journal
 from tests.live.conftest import training_plan
 
-from .conftest import Live, flow_processes, wait_until
+from .conftest import Live, flow_processes, live_jobs, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -21,9 +24,6 @@ def steps_of(service: Any, job_id: str) -> list[int]:
 
 def job_of(root: str) -> str:
     """The one job that a run has created."""
-    from cortex_training.publication import PosixStore
-    from cortex_training.training.journal import read_journal
-
     (job,) = {record.body["job_id"] for record in read_journal(PosixStore(root)) if record.type == "segment"}
     return str(job)
 
@@ -32,25 +32,36 @@ def has_begun(root: str) -> bool:
     return Path(root, "journal").is_dir() and any(Path(root, "journal").iterdir())
 
 
-def test_two_flow_runs_train_in_one_driver_and_their_processes_are_gone(
-    live: Live, cortex: Any, tmp_path: Path
-) -> None:
-    live.drive()
-    wait_until(lambda: driver_is_there(), "a driver")
+def test_two_flow_runs_train_in_drivers_and_their_processes_are_gone(live: Live, cortex: Any, tmp_path: Path) -> None:
+    """Two drivers are up, and neither takes a run from the other. A third flow run is cancelled while it trains."""
+    live.drive("drive")
+    live.drive("drive-2")
     plans = [training_plan(tmp_path, name, steps=6) for name in ("one", "two")]
+    endless = training_plan(tmp_path, "endless", steps=5000, save_every_steps=5000)
     runs = [live.run("trains/live", plan=plan) for plan in plans]
-    for run, plan in zip(runs, plans, strict=True):
-        live.wait_for_state(run, "Completed")
-        assert "Suspended" in live.states(run)
-        assert steps_of(cortex, job_of(plan["root"])) == [1, 2, 3, 4, 5, 6]
-        entry = PublicationLog(plan["root"]).latest()
-        assert entry is not None
-        assert entry.step == 6
-        wait_until(lambda run=run: not flow_processes(run), "the end of the flow's process")
+    cancelled = live.run("trains/live", plan=endless)
+    try:
+        for run, plan in zip(runs, plans, strict=True):
+            live.wait_for_state(run, "Completed")
+            assert "Suspended" in live.states(run)
+            wait_until(lambda run=run: not flow_processes(run), "the end of the flow's process")
+            assert steps_of(cortex, job_of(plan["root"])) == [1, 2, 3, 4, 5, 6]
+            entry = PublicationLog(plan["root"]).latest()
+            assert entry is not None
+            assert entry.step == 6
+            # They may meet at its beginning, once; they never fight over it.
+            assert takeovers(plan["root"]) <= 2
+        wait_until(lambda: has_begun(endless["root"]), "the training")
+        wait_until(lambda: len(steps_of(cortex, job_of(endless["root"]))) > 2, "three steps")
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(cancelled, Cancelling())
+        wait_until(lambda: job_of(endless["root"]) not in live_jobs(cortex), "the end of the cancelled run's job")
+        trained = len(steps_of(cortex, job_of(endless["root"])))
+        assert trained < 5000
+        assert live.read(cancelled).state_name == "Cancelled"
+    finally:
+        live.stop("drive-2")
 
 
-def driver_is_there() -> bool:
-    from prefect_cortex_training.dispatch import run_to_end
-    from prefect_cortex_training.handover import a_driver_is_there
-
-    return run_to_end(a_driver_is_there())
+def takeovers(root: str) -> int:
+    return sum(record.type == "takeover" for record in read_journal(PosixStore(root)))

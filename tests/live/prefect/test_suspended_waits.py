@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def test_the_flow_process_is_gone_while_the_job_queues(live: Live, full_service:
     with client_of(full_service) as client:
         blocker = client.create_job_from_body({"sub_job_configs": sub_jobs()})["job_id"]
     live.watch()
+    said_before = len(live.log("worker").read_text())
     run = live.run("waits-for-the-queue/live", sub_jobs=sub_jobs())
     live.wait_for_state(run, "Suspended")
     wait_until(lambda: not flow_processes(run), "the end of the flow's process")
@@ -43,4 +45,36 @@ def test_the_flow_process_is_gone_while_the_job_queues(live: Live, full_service:
     assert "Resuming" in states
     assert not {"Crashed", "Failed", "AwaitingRetry"} & set(states)
     assert live.read(run).run_count == 1
+    said = live.log("worker").read_text()[said_before:]
+    assert "Traceback" not in said, "a suspension is no error"
     assert live_jobs(full_service) == []
+
+
+def test_lost_results_and_a_lost_job(live: Live, full_service: Any) -> None:
+    """Stored results that are gone when the flow comes back repeat nothing. A job that somebody cancelled while its
+    flow run was suspended fails that run, with the service's reason.
+    """
+    with client_of(full_service) as client:
+        blocker = client.create_job_from_body({"sub_job_configs": sub_jobs()})["job_id"]
+    live.watch()
+    forgets = live.run("waits-for-the-queue/live", sub_jobs=sub_jobs())
+    loses = live.run("awaits-the-queue/live", sub_jobs=sub_jobs())
+    for run in (forgets, loses):
+        live.wait_for_state(run, "Suspended")
+        wait_until(lambda run=run: not flow_processes(run), "the end of the flow's process")
+    shutil.rmtree(live.folder / "results")
+    (job,), (lost,) = live.jobs_of(forgets), live.jobs_of(loses)
+
+    with client_of(full_service) as client:
+        client.cancel_job(lost)
+        live.wait_for_state(loses, "Failed")
+        state = live.read(loses).state
+        assert state is not None
+        assert "cancelled" in str(state.message)
+        client.cancel_job(blocker)
+        live.wait_for_state(forgets, "Completed")
+        assert {found["job_id"] for found in client.list_jobs()} == {blocker, job, lost}
+        assert len(client.list_checkpoints(job)) == 1
+    for run in (forgets, loses):
+        # One start for the wait for the job, at most one for that for the save: never in circles.
+        assert live.states(run).count("Suspended") <= 2

@@ -17,7 +17,6 @@ from prefect_cortex_training.handover import (
     DONE,
     LEFT,
     Outcome,
-    a_driver_is_there,
     attempt_of,
     find_outcome,
     leave_plan,
@@ -26,6 +25,7 @@ from prefect_cortex_training.handover import (
     training_id,
 )
 from prefect_cortex_training.labels import RunLabels, root_digest, root_labels
+from prefect_cortex_training.presence import DRIVERS, somebody_is_there
 from prefect_cortex_training.progress import ProgressReport
 from prefect_cortex_training.waiting import can_suspend, suspend
 from prefect_cortex_training.waits import TRAINING, Wait
@@ -119,7 +119,7 @@ async def _let_a_driver_train(credentials: str, plan: dict[str, Any]) -> None:
     wait = Wait(TRAINING, credentials, (root_digest(wanted.root), training, str(run_count)))
     keys = wait.keys()
     while (outcome := find_outcome(await labels.read(), training, run_count)) is None:
-        if not await a_driver_is_there():
+        if not await somebody_is_there(DRIVERS):
             get_run_logger().info(
                 "no `prefect-cortex-training drive` is up: the training runs in this process, which stays for as long"
             )

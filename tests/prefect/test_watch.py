@@ -1,0 +1,263 @@
+"""What a watcher makes of suspended and ended flow runs, on a real server and a service that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelled, Completed, Failed, Running, Suspended
+
+from cortex_training.errors import ApiError, AuthError, ServiceError, TransportError
+from demo.prefect_server import PrefectServer
+from prefect_cortex_training.handover import FAILED, Outcome, outcome_key
+from prefect_cortex_training.labels import TAG, RunLabels, labels_of
+from prefect_cortex_training.reconcile import Rules
+from prefect_cortex_training.waits import REQUEST, RUNNING, TRAINING, Wait
+from prefect_cortex_training.watch import Watcher
+
+from .scripted_service import ScriptedService
+
+JOB = Wait(RUNNING, "block", ("j",))
+REQUEST_OF_JOB = Wait(REQUEST, "block", ("j", "r1"))
+TRAINED = Wait(TRAINING, "block", ("0123456789ab", "ba9876543210", "1"))
+
+
+@flow
+def waiting() -> None: ...
+
+
+class ScriptedBlock:
+    """Stands where a credentials block does."""
+
+    def __init__(self, service: ScriptedService) -> None:
+        self.service = service
+        self.clients = 0
+
+    async def aget_client(self, **options: Any) -> ScriptedService:
+        self.clients += 1
+        return self.service
+
+
+@pytest.fixture
+def service(on_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> ScriptedService:
+    scripted = ScriptedService()
+    scripted.block = ScriptedBlock(scripted)  # type: ignore[attr-defined]
+
+    async def load(name: str) -> ScriptedBlock:
+        return scripted.block  # type: ignore[attr-defined,no-any-return]
+
+    @asynccontextmanager
+    async def connected(name: str) -> AsyncIterator[ScriptedService]:
+        yield scripted
+
+    monkeypatch.setattr("prefect_cortex_training.watch.load_credentials", load)
+    monkeypatch.setattr("prefect_cortex_training.cleanup.connected", connected)
+    return scripted
+
+
+async def a_run(state: State[Any], labels: dict[str, Any] | None = None) -> UUID:
+    """A flow run of a deployment, brought into `state`."""
+    async with get_client() as client:
+        deployment = await client.create_deployment(await client.create_flow(waiting), name="a-test")
+        run = await client.create_flow_run_from_deployment(deployment, tags=[TAG])
+        await client.set_flow_run_state(run.id, Running(), force=True)
+        if labels:
+            await RunLabels(run.id).write(labels)
+        await client.set_flow_run_state(run.id, state, force=True)
+    return run.id
+
+
+async def suspended(wait: Wait, *, timeout_s: int = 3600, **labels: Any) -> UUID:
+    return await a_run(Suspended(timeout_seconds=timeout_s, pause_key=wait.key(1)), labels)
+
+
+async def read(flow_run_id: UUID) -> FlowRun:
+    async with get_client() as client:
+        return await client.read_flow_run(flow_run_id)
+
+
+async def is_resumed(flow_run_id: UUID) -> bool:
+    state = (await read(flow_run_id)).state
+    assert state is not None
+    return (state.type, state.name) == (StateType.SCHEDULED, "Resuming")
+
+
+def watcher(rules: Rules | None = None) -> Watcher:
+    return Watcher(every_s=0.01, rules=rules or Rules(cancel_on=frozenset()))
+
+
+async def look(rules: Rules | None = None) -> None:
+    async with watcher(rules) as one:
+        await one.look()
+
+
+@pytest.mark.parametrize(
+    ("status", "over"),
+    [
+        ("pending", False),
+        ("placing", False),
+        ("initializing", False),
+        ("running", True),
+        ("failed", True),
+        ("cancelled", True),
+        ("a state of the future", False),
+    ],
+)
+async def test_a_run_comes_back_when_its_job_runs_or_never_will(
+    service: ScriptedService, status: str, over: bool
+) -> None:
+    service.jobs["j"] = {"job_id": "j", "status": status}
+    run = await suspended(JOB)
+    await look()
+    assert await is_resumed(run) is over
+
+
+@pytest.mark.parametrize(
+    ("error", "over"),
+    [
+        (ServiceError(status=503, message="busy"), False),
+        (TransportError("reset", sent=True), False),
+        (AuthError(status=401, message="expired"), False),
+        (RuntimeError("a bug in the client"), False),
+        (ApiError(status=409, message="the job has ended"), True),
+    ],
+)
+async def test_a_run_is_left_while_the_service_is_out_of_reach(
+    service: ScriptedService, error: Exception, over: bool
+) -> None:
+    def fail(request_id: str) -> None:
+        raise error
+
+    service.results["r1"] = {}
+    service.before["status"] = fail
+    run = await suspended(REQUEST_OF_JOB)
+    async with watcher() as one:
+        await one.look()
+        assert await is_resumed(run) is over
+        if not over:
+            service.before.clear()
+            await asyncio.sleep(1.0)  # the run has aged: it is looked at every tenth of its age
+            await one.look()
+            assert await is_resumed(run)
+    if isinstance(error, AuthError):
+        assert service.block.clients == 2  # type: ignore[attr-defined]
+
+
+async def test_what_the_service_does_not_know_yet_is_no_answer(service: ScriptedService) -> None:
+    run = await suspended(REQUEST_OF_JOB)
+    await look()
+    assert not await is_resumed(run)
+
+
+async def test_a_wait_whose_time_is_over_ends_in_the_flow(service: ScriptedService) -> None:
+    """Before Prefect fails the run without asking it, and leaves its job behind."""
+    service.jobs["j"] = {"job_id": "j", "status": "pending"}
+    over, not_over = await suspended(JOB, timeout_s=50), await suspended(JOB, timeout_s=500)
+    await look()
+    assert await is_resumed(over)
+    assert not await is_resumed(not_over)
+
+
+async def test_many_runs_and_two_watchers(service: ScriptedService) -> None:
+    """On SQLite, which locks: whatever one pass can't do the next one does. Nobody is resumed twice."""
+    service.jobs["j"] = {"job_id": "j", "status": "running"}
+    runs = [await suspended(JOB) for _ in range(6)]
+    async with watcher() as one, watcher() as other:
+        for _ in range(3):
+            await asyncio.gather(one.look(), other.look())
+    assert all([await is_resumed(run) for run in runs])
+    async with get_client() as client:
+        for run in runs:
+            names = [state.name for state in await client.read_flow_run_states(run)]
+            assert names.count("Resuming") == 1
+
+
+async def test_waits_of_others_are_left_alone(service: ScriptedService) -> None:
+    run = await a_run(Suspended(timeout_seconds=3600, pause_key="approval"))
+    await look()
+    assert not await is_resumed(run)
+
+
+async def test_a_training_that_ended_wakes_its_run(service: ScriptedService) -> None:
+    failed = Outcome(FAILED, error="RunFailed", message="look at the data")
+    ended = await suspended(TRAINED, **{outcome_key("ba9876543210", 1): failed.to_label()})
+    goes_on = await suspended(TRAINED)
+    await look()
+    assert await is_resumed(ended)
+    assert not await is_resumed(goes_on)
+
+
+async def test_a_run_whose_drivers_are_gone_wakes_to_train_by_itself(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await suspended(TRAINED)
+    monkeypatch.setattr("prefect_cortex_training.watch._DRIVER_GONE_S", -1.0)
+    await look()
+    assert await is_resumed(run)
+
+
+@pytest.mark.parametrize(
+    ("state", "rule", "ends"),
+    [
+        (Cancelled(), {"cancelled"}, True),
+        (Failed(), {"cancelled"}, False),
+        (Failed(), {"cancelled", "failed"}, True),
+        (Completed(), {"cancelled", "failed", "crashed"}, False),
+        (Completed(), {"completed"}, True),
+        (Cancelled(), set(), False),
+    ],
+)
+async def test_the_job_of_an_ended_run_is_cancelled_as_the_rules_say(
+    service: ScriptedService, state: State[Any], rule: set[str], ends: bool
+) -> None:
+    """Also where the state was set by force, and no hook ever ran."""
+    service.jobs["mine"] = {"job_id": "mine", "status": "running"}
+    service.jobs["other"] = {"job_id": "other", "status": "running"}
+    run = await a_run(state, {"job.training.0.mine": "block"})
+    rules = Rules(cancel_on=frozenset(rule))
+    await look(rules)
+    assert (service.jobs["mine"]["status"] == "cancelled") is ends
+    assert service.jobs["other"]["status"] == "running"
+    assert ("reconciled.1" in labels_of(await read(run))) is ends
+    cancels = len(service.named("cancel"))
+    await look(rules)
+    assert len(service.named("cancel")) == cancels, "what is done is done once"
+
+
+async def test_a_job_that_could_not_be_cancelled_is_cancelled_by_the_next_pass(service: ScriptedService) -> None:
+    def fail(job_id: str) -> None:
+        if job_id == "stubborn":
+            service.before.clear()
+            raise ServiceError(status=503, message="busy")
+
+    service.jobs["stubborn"] = {"job_id": "stubborn", "status": "running"}
+    await a_run(Cancelled(), {"job.training.0.stubborn": "block"})
+    service.before["cancel"] = fail
+    async with watcher(Rules()) as one:
+        await one.look()
+        assert service.jobs["stubborn"]["status"] == "running"
+        await one.look()
+    assert service.jobs["stubborn"]["status"] == "cancelled"
+
+
+async def test_only_a_run_that_says_it_runs_can_be_taken_for_dead(service: ScriptedService) -> None:
+    """A suspended run sends no heartbeats either, and is well."""
+    long_ago = datetime.now(UTC) - timedelta(hours=2)
+    labels = {"job.training.0.j": "block"}
+    silent = Running(timestamp=long_ago)
+    waits: State[Any] = Suspended(timeout_seconds=36_000, pause_key=JOB.key(1))
+    waits.timestamp = long_ago  # type: ignore[assignment]
+    dead, fresh, well = await a_run(silent, labels), await a_run(Running(), labels), await a_run(waits, labels)
+    without_jobs = await a_run(Running(timestamp=long_ago))
+    service.jobs["j"] = {"job_id": "j", "status": "pending"}
+    await look(Rules(cancel_on=frozenset(), crashed_after_s=60))
+    found = [(await read(run)).state_type for run in (dead, fresh, well, without_jobs)]
+    assert found == [StateType.CRASHED, StateType.RUNNING, StateType.PAUSED, StateType.RUNNING]
