@@ -21,7 +21,7 @@ from cortex_training.local.sub_job_log import SubJobLog
 from cortex_training.local.tls import tls_files
 from tests.conftest import ServiceFactory
 from tests.local.api import Caller, training
-from tests.local.snowflake import connect
+from tests.local.connector import connect
 
 JOB, SUB_JOB = "job-1", "job-1:training:0"
 

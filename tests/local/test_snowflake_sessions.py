@@ -22,7 +22,7 @@ from cortex_training.local.connection_profile import connections_toml
 from cortex_training.local.sessions import Session, Sessions, SessionState
 from cortex_training.local.settings import ServiceSettings
 from tests.conftest import RunningService, start_service
-from tests.local.snowflake import connect, connection_arguments
+from tests.local.connector import connect, connection_arguments
 
 LIFETIME_S = 1.0
 

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from cortex_training.cli import main
 from cortex_training.errors import AuthError, ConfigurationError, TransportError
 from tests.conftest import RunningService, start_service
 from tests.local.api import Caller, RunningJob, masked_frame, sampling, token_batch, training
-from tests.local.snowflake import connect, trusted, write_profile
+from tests.local.connector import connect, trusted, write_profile
 
 TOKEN = "s3cret-token"
 
@@ -282,6 +283,32 @@ def test_the_command_line_downloads_logs_and_metrics(
     assert [Path(log["saved_path"]).name for log in logs] == ["execution.jsonl", "execution.jsonl"]
     stdout = run("download-log", job.job_id, "--log-type", "stdout", "--output-dir", str(tmp_path))["logs"]
     check_downloads(stdout, run("download-metrics", job.job_id, "--output-dir", str(tmp_path))["metrics"], job)
+
+
+@pytest.mark.public_client
+def test_the_public_client_reads_a_jobs_logs(service: RunningService, job: RunningJob, tmp_path: Path) -> None:
+    public_python = os.environ.get("CORTEX_TRAINING_PUBLIC_PYTHON")
+    if not public_python:
+        pytest.skip("CORTEX_TRAINING_PUBLIC_PYTHON is not set to a Python with cortex-training==0.0.3")
+    script = Path(__file__).with_name("public_artifacts_walk.py")
+    arguments = [service.base_url.removeprefix("https://"), TOKEN, job.job_id, str(tmp_path)]
+    # The connector asks a cloud's metadata address who it is; here nobody answers.
+    environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        # Elsewhere than in this repository, whose package has the same import name.
+        [public_python, str(script), *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    check_logs(seen["logs"], job)
+    check_downloads(seen["stdout"], seen["metrics"], job)
 
 
 def test_a_job_that_has_ended_has_all_its_output(service: RunningService, home: Path, tmp_path: Path) -> None:
