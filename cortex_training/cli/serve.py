@@ -163,6 +163,12 @@ def run_serve(options: argparse.Namespace) -> int:
 
         tell = None if options.json_ready else request_printer()
         serve(settings, announce=announce, keep_data=options.data_dir is not None, tell=tell)
+    except ModuleNotFoundError as error:
+        print(
+            f"error: --snowflake and --tls need {error.name}; pip install 'cortex-training-client[local-snowflake]'",
+            file=sys.stderr,
+        )
+        return 1
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
