@@ -13,13 +13,15 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events import Event, Resource
+from prefect.events.clients import PrefectEventsClient
 from prefect.states import Cancelled, Completed, Failed, Running, Suspended
 
 from cortex_training.errors import ApiError, AuthError, ServiceError, TransportError
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training.handover import FAILED, Outcome, outcome_key
 from prefect_cortex_training.labels import TAG, RunLabels, labels_of
-from prefect_cortex_training.reconcile import Rules
+from prefect_cortex_training.reconcile import Rules, _was_heard
 from prefect_cortex_training.waits import REQUEST, RUNNING, TRAINING, Wait
 from prefect_cortex_training.watch import Watcher
 
@@ -248,16 +250,41 @@ async def test_a_job_that_could_not_be_cancelled_is_cancelled_by_the_next_pass(s
     assert service.jobs["stubborn"]["status"] == "cancelled"
 
 
-async def test_only_a_run_that_says_it_runs_can_be_taken_for_dead(service: ScriptedService) -> None:
-    """A suspended run sends no heartbeats either, and is well."""
+async def test_only_a_silent_run_that_says_it_runs_is_taken_for_dead(service: ScriptedService) -> None:
+    """A suspended run sends no heartbeats either, and is well. Who has just come, or was away, knows of no silence."""
     long_ago = datetime.now(UTC) - timedelta(hours=2)
-    labels = {"job.training.0.j": "block"}
-    silent = Running(timestamp=long_ago)
+    labels = {"job.training.0.silent": "block"}
+    running = Running(timestamp=long_ago)
     waits: State[Any] = Suspended(timeout_seconds=36_000, pause_key=JOB.key(1))
     waits.timestamp = long_ago  # type: ignore[assignment]
-    dead, fresh, well = await a_run(silent, labels), await a_run(Running(), labels), await a_run(waits, labels)
-    without_jobs = await a_run(Running(timestamp=long_ago))
+    runs = [await a_run(state, labels) for state in (running, Running(), running, waits)]
+    runs.append(await a_run(running))
     service.jobs["j"] = {"job_id": "j", "status": "pending"}
-    await look(Rules(cancel_on=frozenset(), crashed_after_s=60))
-    found = [(await read(run)).state_type for run in (dead, fresh, well, without_jobs)]
-    assert found == [StateType.CRASHED, StateType.RUNNING, StateType.PAUSED, StateType.RUNNING]
+    heartbeat = {"prefect.resource.id": f"prefect.flow-run.{runs[2]}"}
+    async with PrefectEventsClient() as events:
+        await events.emit(Event(event="prefect.flow-run.heartbeat", resource=Resource(heartbeat)))
+    async with watcher(Rules(cancel_on=frozenset(), crashed_after_s=600)) as one:
+        await one.look()
+        assert {(await read(run)).state_type for run in runs} == {StateType.RUNNING, StateType.PAUSED}
+        one._reconciler._in_sight_since = 0.0
+        one._reconciler.lose_sight()
+        await one.look()
+        assert {(await read(run)).state_type for run in runs} == {StateType.RUNNING, StateType.PAUSED}
+        await heard(runs[2])
+        one._reconciler._in_sight_since = -1e9
+        await one.look()
+    dead, *others, without_jobs = [(await read(run)).state_type for run in runs]
+    assert dead == StateType.CRASHED
+    assert others == [StateType.RUNNING, StateType.RUNNING, StateType.PAUSED]
+    assert without_jobs == StateType.RUNNING
+
+
+async def heard(flow_run_id: UUID) -> None:
+    """Wait until the server has stored the heartbeat."""
+    run = await read(flow_run_id)
+    async with get_client() as client:
+        for _ in range(600):
+            if await _was_heard(client, run, datetime.now(UTC) - timedelta(hours=1)):
+                return
+            await asyncio.sleep(0.1)
+    raise AssertionError("the heartbeat was not stored")

@@ -11,6 +11,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Coroutine
+from typing import Any
 from uuid import UUID
 
 from prefect import Flow
@@ -98,19 +100,28 @@ class Drive:
             await self._presence.tell()
             self._driven = {run_id: driven for run_id, driven in self._driven.items() if not driven.task.done()}
             for driven in list(self._driven.values()):
-                await self._look_after(prefect, driven)
+                await self._apart(driven.flow_run_id, self._look_after(prefect, driven))
             for run in await suspended_runs(prefect):
                 wait = wait_of(run)
                 if wait is not None and wait.kind == TRAINING and run.id not in self._driven:
-                    await self._take_up(run, wait)
+                    await self._apart(run.id, self._take_up(run, wait))
+
+    async def _apart(self, flow_run_id: UUID, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` for one flow run; what goes wrong with it must not keep the others waiting."""
+        try:
+            await work
+        except Exception as error:
+            self._logger.warning(
+                "flow run %s: %s: %s; the next pass tries again", flow_run_id, type(error).__name__, error
+            )
 
     async def _look_after(self, prefect: PrefectClient, driven: _Driven) -> None:
-        await driven.keep(self.name)
         try:
             state = (await prefect.read_flow_run(driven.flow_run_id)).state
         except ObjectNotFound:
             driven.stop.set()
             return
+        await driven.keep(self.name)
         if state is not None and state.is_final() and not driven.stop.is_set():
             self._logger.info("flow run %s is %s: its training stops", driven.flow_run_id, state.name)
             driven.stop.set()
@@ -193,8 +204,12 @@ class _Driven:
         if outcome is None:
             return
         self._logger.info("flow run %s: %s: %s", self.flow_run_id, outcome.status, outcome.message or outcome.result)
-        await self._labels.write({outcome_key(self._training, int(self._run_count)): outcome.to_label()})
-        await resume(self.flow_run_id, self._logger, f"{self._wait.name} has ended")
+        try:
+            await self._labels.write({outcome_key(self._training, int(self._run_count)): outcome.to_label()})
+            await resume(self.flow_run_id, self._logger, f"{self._wait.name} has ended")
+        except Exception as error:
+            # The journal knows how it ended: whoever takes the run up again finds out without training.
+            self._logger.warning("flow run %s could not be told: %s: %s", self.flow_run_id, type(error).__name__, error)
 
     async def _outcome(self, known: dict[str, Label]) -> Outcome | None:
         """How the training ended; None when another driver has it."""

@@ -33,6 +33,7 @@ class ProgressReport:
         self._labels = labels
         self._key = key
         self._logger = logger
+        self._artifact: UUID | None = None
         self._latest: Progress | None = None
         self._news = asyncio.Event()
 
@@ -65,15 +66,22 @@ class ProgressReport:
     async def _show(self, progress: Progress) -> None:
         percent = 100.0 if progress.stage == "done" else min(100.0 * progress.step / max(progress.steps, 1), 99.0)
         try:
-            # Remembered in a label, so that a run that comes back after a crash goes on with the same artifact.
-            known = (await self._labels.read()).get(f"artifact.{self._key}")
-            if known is None:
-                artifact = await self._create(percent, progress.line())
-                await self._labels.write({f"artifact.{self._key}": str(artifact)})
+            if self._artifact is None:
+                self._artifact = await self._find_or_create(percent, progress.line())
             else:
-                await aupdate_progress_artifact(UUID(str(known)), percent, description=progress.line())
+                await aupdate_progress_artifact(self._artifact, percent, description=progress.line())
         except Exception as error:
             self._logger.debug("progress could not be shown: %s", error)
+
+    async def _find_or_create(self, percent: float, line: str) -> UUID:
+        # Remembered in a label, so that a run that comes back after a crash goes on with the same artifact.
+        known = (await self._labels.read()).get(f"artifact.{self._key}")
+        if known is not None:
+            await aupdate_progress_artifact(UUID(str(known)), percent, description=line)
+            return UUID(str(known))
+        artifact = await self._create(percent, line)
+        await self._labels.write({f"artifact.{self._key}": str(artifact)})
+        return artifact
 
     async def _create(self, percent: float, line: str) -> UUID:
         task = TaskRunContext.get()

@@ -39,8 +39,9 @@ class Rules:
         cancel_on: ends of flow runs that cancel their jobs: ``cancelled``, ``failed``, ``crashed``, ``completed``.
             A suspension that timed out has failed.
         look_back_s: runs that ended longer ago are left alone.
-        crashed_after_s: a run that says it runs and has sent no heartbeat for so long is marked as crashed. Give three
-            times Prefect's ``PREFECT_FLOWS_HEARTBEAT_FREQUENCY``. None leaves such runs alone.
+        crashed_after_s: a run that says it runs and has sent no heartbeat for so long is marked as crashed, by a
+            watcher that has seen the server for as long. Give three times Prefect's
+            ``PREFECT_FLOWS_HEARTBEAT_FREQUENCY``. None leaves such runs alone.
     """
 
     cancel_on: frozenset[str] = frozenset({"cancelled"})
@@ -64,16 +65,29 @@ class Reconciler:
         self._rules = rules
         self._logger = logger
         self._heartbeats_at = 0.0
+        self._in_sight_since: float | None = None
+
+    def lose_sight(self) -> None:
+        """The server was out of reach: it took no heartbeats either, and silence means nothing for a while."""
+        self._in_sight_since = None
 
     async def look(self, prefect: PrefectClient) -> None:
         """One pass."""
-        if self._rules.crashed_after_s is not None and time.monotonic() > self._heartbeats_at:
-            self._heartbeats_at = time.monotonic() + _LOOK_AT_HEARTBEATS_EVERY_S
-            await self._mark_silent_runs(prefect, timedelta(seconds=self._rules.crashed_after_s))
+        now = time.monotonic()
+        if self._in_sight_since is None:
+            self._in_sight_since = now
+        silence_s = self._rules.crashed_after_s
+        if silence_s is not None and now > self._heartbeats_at and now - self._in_sight_since >= silence_s:
+            self._heartbeats_at = now + _LOOK_AT_HEARTBEATS_EVERY_S
+            await self._mark_silent_runs(prefect, timedelta(seconds=silence_s))
         states = [ENDS[end] for end in sorted(self._rules.cancel_on)]
         for run in await ended_runs(prefect, states, self._rules.look_back_s) if states else []:
             if _is_open(run):
-                await self._end(run)
+                try:
+                    await self._end(run)
+                except Exception as error:
+                    # One run that can't be read must not keep the jobs of the others alive.
+                    self._logger.warning("flow run %s: %s: %s", run.id, type(error).__name__, error)
 
     async def _end(self, run: FlowRun) -> None:
         self._logger.info("flow run %s is %s: its jobs are cancelled", run.id, run.state_name)

@@ -71,6 +71,7 @@ class Watcher:
             try:
                 await self.look()
             except Exception as error:
+                self._reconciler.lose_sight()
                 self._logger.warning("this pass failed (%s: %s); the next one begins anew", type(error).__name__, error)
             try:
                 await asyncio.wait_for(stop.wait(), self._every_s)

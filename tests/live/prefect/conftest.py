@@ -83,7 +83,7 @@ class Live:
     def deploy(self, file: Path, *flows: str) -> None:
         """Deploy flows of a file to the work pool, each under its own name, as ``<flow>/live``."""
         self.start("deploy", "-c", DEPLOY, str(file.parent), file.name, *flows)
-        assert self.processes.pop("deploy").wait(120) == 0, self.log("deploy").read_text()
+        assert self.processes.pop("deploy").wait(240) == 0, self.log("deploy").read_text()
 
     def kill_all(self, name: str) -> None:
         """SIGKILL to the process and to everything it started: the machine is gone."""
@@ -117,7 +117,7 @@ class Live:
             states = client.read_flow_run_states(flow_run_id)
         return [state.name or "" for state in sorted(states, key=lambda state: state.timestamp)]
 
-    def wait_for_state(self, flow_run_id: UUID, *names: str, patience_s: float = 120.0) -> None:
+    def wait_for_state(self, flow_run_id: UUID, *names: str, patience_s: float = 240.0) -> None:
         wait_until(
             lambda: self.read(flow_run_id).state_name in names,
             f"state {' or '.join(names)} of {flow_run_id}",
@@ -142,7 +142,7 @@ def flow_processes(flow_run_id: UUID) -> list[psutil.Process]:
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, patience_s: float = 120.0, more: Callable[[], str] = lambda: ""
+    condition: Callable[[], bool], what: str, patience_s: float = 240.0, more: Callable[[], str] = lambda: ""
 ) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():

@@ -15,7 +15,7 @@ from tests.live.conftest import training_plan
 
 from .conftest import Live, flow_processes, live_jobs, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 def steps_of(service: Any, job_id: str) -> list[int]:

@@ -19,7 +19,7 @@ from demo.snowflake_server import SnowflakeServer
 
 from .conftest import REPOSITORY, Live, client_of, flow_processes, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 STEPS = 120
 
@@ -88,7 +88,7 @@ def test_one_job_and_one_published_checkpoint(
     run = live.run("finetune-from-snowflake/nightly", **given)
 
     # The GPUs work, and no process of the flow is there.
-    live.wait_for_state(run, "Suspended", patience_s=180)
+    live.wait_for_state(run, "Suspended", patience_s=300)
     wait_until(lambda: not flow_processes(run), "the end of the flow's process")
     job_id = the_job_of(live, run)
     wait_until(lambda: len(steps_of(cortex, job_id)) >= 5, "five steps")

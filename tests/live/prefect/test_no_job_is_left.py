@@ -16,7 +16,7 @@ from cortex_training.states import is_terminal_job
 
 from .conftest import HERE, REPOSITORY, Live, client_of, flow_processes, sub_jobs, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 CRASHED_AFTER_S = 75
 
@@ -75,7 +75,7 @@ def test_every_end_of_a_flow_run_leaves_no_job(live: Live, cortex: Any) -> None:
 
     live.watch("watch", "--cancel-on", "cancelled,failed,crashed", "--crashed-after", str(CRASHED_AFTER_S))
     for end in unseen:
-        wait_until(lambda end=end: not is_alive(cortex, jobs[end]), f"the end of the job that was {end}", 180)
+        wait_until(lambda end=end: not is_alive(cortex, jobs[end]), f"the end of the job that was {end}", 300)
     assert live.read(runs["flow and runner killed"]).state_type == StateType.CRASHED
     wait_until(lambda: all(is_reconciled(live, runs[end]) for end in unseen), "the notes that all of it is done")
 

@@ -11,7 +11,7 @@ from tests.conftest import ServiceFactory
 
 from .conftest import Live, client_of, flow_processes, live_jobs, save_block, sub_jobs, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
