@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cortex_training.training.divergence import Divergence
     from cortex_training.training.journal import Superseded
     from cortex_training.training.loop import run
     from cortex_training.training.plan import TrainingPlan
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from cortex_training.training.teardown import RunStatus, cancel_jobs, end_run, status
 
 _HOMES = {
+    "Divergence": "divergence",
     "LearningRate": "schedule",
     "Progress": "progress",
     "RunFailed": "progress",
@@ -29,6 +31,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Divergence",
     "LearningRate",
     "Progress",
     "RunFailed",

@@ -77,15 +77,18 @@ class JournalReader:
             # listing that follows.
             loose = numbers(self._store, FOLDER)
             packs = numbers(self._store, PACKED)
-            mark = packs[-1] if packs else 0
-            loose = [number for number in loose if number > mark]
-            if loose == list(range(mark + 1, mark + 1 + len(loose))):
+            known = self._unpacked(packs)
+            # What a pack holds counts, whatever has that number now; see `take_over`.
+            loose = [number for number in loose if number not in known]
+            taken = sorted([*known, *loose])
+            if taken == list(range(1, len(taken) + 1)):
                 try:
-                    self._fetch(packs, loose)
+                    self._fetch(loose)
                 except FileNotFoundError:
                     continue  # packed since it was listed
-                self.last, self.packed = loose[-1] if loose else mark, mark
-                return self._in_order(packs, loose)
+                known.update((n, record) for n in loose if (record := self._loose[n]) is not None)
+                self.last, self.packed = len(taken), packs[-1] if packs else 0
+                return [known[number] for number in sorted(known)]
             # A file system of a network may show an older listing for a moment.
             time.sleep(_LISTING_PAUSE_S)
         raise ConfigurationError.of(
@@ -94,11 +97,15 @@ class JournalReader:
             f"its {FOLDER}/ has a hole in it, so nobody knows what was sent; was a part of the root copied or removed?",
         )
 
-    def _fetch(self, packs: Iterable[int], loose: Iterable[int]) -> None:
+    def _unpacked(self, packs: Iterable[int]) -> dict[int, Record]:
+        """The records in packs by number. Packs of a driver that was frozen meanwhile may overlap, and say the same."""
         for end in packs:
             if end not in self._packs:
                 name = f"{PACKED}/{end:020d}"
                 self._packs[end] = _unpack(name, self._store.read(name), self._store.root)
+        return {record.number: record for end in packs for record in self._packs[end]}
+
+    def _fetch(self, loose: Iterable[int]) -> None:
         new = [number for number in loose if number not in self._loose]
         # One after the other a bucket would take its round trip for each.
         with ThreadPoolExecutor(_READERS) as pool:
@@ -107,15 +114,6 @@ class JournalReader:
 
     def _read(self, number: int) -> bytes:
         return self._store.read(f"{FOLDER}/{number:020d}")
-
-    def _in_order(self, packs: Iterable[int], loose: Iterable[int]) -> list[Record]:
-        # A driver that was frozen while it packed may have left a pack that overlaps others; it says the same.
-        known = {record.number: record for end in packs for record in self._packs[end]}
-        for number in loose:
-            record = self._loose[number]
-            if record is not None:
-                known[number] = record
-        return [known[number] for number in sorted(known)]
 
 
 def read_journal(store: Store) -> list[Record]:

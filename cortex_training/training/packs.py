@@ -13,7 +13,7 @@ import contextlib
 import json
 from collections.abc import Iterable
 
-from cortex_training.publication.errors import StoreError
+from cortex_training.publication.errors import PublicationError
 from cortex_training.publication.store import Store
 from cortex_training.training.journal import FOLDER, PACKED, Record, numbers
 from cortex_training.training.offload import offload
@@ -53,7 +53,6 @@ class Packer:
         """Begin to pack, in the background, when there are enough loose records."""
         if not self._stopped and len(self._loose) >= PACK_RECORDS and (self._task is None or self._task.done()):
             records, self._loose = self._loose, []
-            self._packed = records[-1].number
             self._task = asyncio.create_task(self._pack(records))
 
     async def stop(self) -> None:
@@ -64,10 +63,14 @@ class Packer:
             await asyncio.wait({self._task})
 
     async def _pack(self, records: list[Record]) -> None:
-        # A store that refuses costs space and no record: the next driver packs what this one could not.
-        with contextlib.suppress(StoreError):
-            last = records[-1].number
+        last = records[-1].number
+        try:
             await offload(self._store.create, f"{PACKED}/{last:020d}", encode(records))
+        except PublicationError:
+            # A full disk, say: they stay as they are, for the next pack.
+            self._loose = [*records, *self._loose]
+            return
+        with contextlib.suppress(PublicationError):
             # By the listing, so that what an interrupted removal left over goes too.
             listed = await offload(numbers, self._store, FOLDER)
             doomed = [number for number in listed if number <= last and number not in self._stays]

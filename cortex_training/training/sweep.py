@@ -26,7 +26,8 @@ class SweepRule:
     """What makes a job one to be cancelled: old enough, and nobody's.
 
     `older_than_s` seconds since its creation; `user` submitted it, None: anybody; its experiment's name begins with one
-    of `experiments`, none given: any name; `owned` are ids that somebody goes on with.
+    of `experiments`, none given: any name; `owned` are ids that somebody goes on with. Names are compared without
+    regard to case: the service writes them as Snowflake writes identifiers.
     """
 
     older_than_s: float = DAY_S
@@ -39,8 +40,8 @@ class SweepRule:
         found = [job for job in client.list_jobs() if self._is_old_and_ownerless(job)]
         if not self.experiments:
             return found
-        prefixes = tuple(self.experiments)
-        return [job for job in found if _experiment(client, job["job_id"]).startswith(prefixes)]
+        prefixes = tuple(prefix.casefold() for prefix in self.experiments)
+        return [job for job in found if _experiment(client, job["job_id"]).casefold().startswith(prefixes)]
 
     def _is_old_and_ownerless(self, job: Job) -> bool:
         state = job_state(job.get("status"))
