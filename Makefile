@@ -80,6 +80,7 @@ $(VENV)/.bench-ready: $(VENV)/.ready
 bench: $(VENV)/.bench-ready $(PUBLIC_VENV)/.ready
 	$(BIN)/python benchmarks/wire.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/client.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
+	$(BIN)/python benchmarks/local_service.py
 
 # The publication command as one file, for compute nodes that have Python and nothing else.
 cortex-publish.pyz: $(VENV)/.ready $(wildcard cortex_training/publication/*.py) cortex_training/errors.py cortex_training/paths.py

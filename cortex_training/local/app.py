@@ -47,6 +47,8 @@ def build_app(service: Service) -> ASGIApp:
         return Route(path, handler, methods=[method])
 
     routes = [
+        # First, because routes are tried in turn, and most calls are polls.
+        route(job + "/requests/{request_id}", "GET", calls.poll),
         route(prefix, "POST", calls.create_job),
         route(prefix + "/", "POST", calls.create_job),
         route(prefix, "GET", calls.list_jobs),
@@ -66,7 +68,6 @@ def build_app(service: Service) -> ASGIApp:
         route(job + "/save", "POST", calls.save),
         route(job + "/load", "POST", calls.load),
         route(job + "/operation", "POST", calls.operation),
-        route(job + "/requests/{request_id}", "GET", calls.poll),
         route("/exports/{token}/{name:path}", "GET", calls.exported_file),
         *service.snowflake_routes,
         *page_routes(service, status),

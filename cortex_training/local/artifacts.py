@@ -27,6 +27,9 @@ _CHUNK_NAME = re.compile(r"(?:console|gpu)\.(?P<time>\d{8}-\d{6})\.(?P<number>\d
 _SEAL_BYTES = 1024 * 1024
 
 
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+
+
 @dataclass(frozen=True)
 class RunFile:
     """A finished file; `path` is relative to the experiment run."""
@@ -64,9 +67,12 @@ class RunArtifacts:
         folder = self._root / safe_relative(job_id) / LOGS / sub_job_id
         line = json.dumps(entry) + "\n"
         with self._lock:
-            folder.mkdir(parents=True, exist_ok=True)
             # One write a line: a service killed at any moment leaves whole lines, at most the last one torn.
-            descriptor = os.open(folder / "execution.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                descriptor = os.open(folder / "execution.jsonl", _APPEND, 0o600)
+            except FileNotFoundError:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(folder / "execution.jsonl", _APPEND, 0o600)
             try:
                 os.write(descriptor, line.encode())
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from cortex_training.local.checkpoints import Checkpoint, CheckpointStore, new_c
 from cortex_training.local.chunks import Chunk
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.memory import Moment, moment
-from cortex_training.local.operations import Operations, Outcome, decode_frame, finite
+from cortex_training.local.operations import Operations, Outcome, decoded, finite
 from cortex_training.local.refusals import Refusal, bad_field
 from cortex_training.local.requests import Delivery, Execution
 from cortex_training.local.tuning import number
@@ -33,7 +32,7 @@ class DataPlane:
         sub_job = _training(job)
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk, self._operations.settings.framework)
+            value, sha256 = await decoded(frame, chunk, self._operations.settings.framework)
             job.require_running("forward-backward")
             group_id = chunk.group_id if chunk is not None else None
             execution = Execution(
@@ -66,7 +65,7 @@ class DataPlane:
         engine, name = target.engine, target.sub_job_id
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk, self._operations.settings.framework)
+            value, sha256 = await decoded(frame, chunk, self._operations.settings.framework)
             job.require_running("forward")
             execution = Execution("forward", job.job_id, name, delivery, frame_sha256=sha256)
 

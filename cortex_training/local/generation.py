@@ -11,7 +11,7 @@ from typing import Any
 from cortex_training.local.chunks import Chunk
 from cortex_training.local.generation_request import Prompt, read_generation_request
 from cortex_training.local.jobs import Job, SubJob
-from cortex_training.local.operations import Operations, Outcome, decode_frame
+from cortex_training.local.operations import Operations, Outcome, aside, decoded
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.requests import Delivery, Execution, deliver
 
@@ -38,11 +38,11 @@ class Generation:
         if not candidates:
             raise Refusal(400, f"job {job.job_id} has no sampling sub-job")
         if _is_json_object(body):
-            value = await asyncio.to_thread(_decode_json, body)
+            value = await aside(len(body), lambda: _decode_json(body))
             return self._start(job, candidates, value, Delivery(), None, stream)[1]
 
         async def start(frame: bytes, delivery: Delivery, chunk: Chunk | None) -> tuple[Execution, dict[str, Any]]:
-            value, sha256 = await asyncio.to_thread(decode_frame, frame, chunk, self._operations.settings.framework)
+            value, sha256 = await decoded(frame, chunk, self._operations.settings.framework)
             return self._start(job, candidates, value, delivery, sha256, stream)
 
         return await self._operations.submit_framed(job, candidates[0], body, start)

@@ -89,7 +89,7 @@ class Operations:
         `start` is called once per complete frame, with its bytes, how to deliver the result and the chunk it came in;
         it returns the Execution and the reply, or is awaited for them.
         """
-        chunk = await _aside(len(body), lambda: read_chunk(body, max_frame_bytes=self.settings.max_frame_bytes))
+        chunk = await aside(len(body), lambda: read_chunk(body, max_frame_bytes=self.settings.max_frame_bytes))
         job.require_running("forward-backward or generate")
         if chunk is None:
             _, reply = await start(body, _delivery_of(body), None)
@@ -107,7 +107,7 @@ class Operations:
             if group.execution is not None:
                 return self.again(job, group.execution)
             try:
-                frame = await _aside(chunk.logical_bytes, lambda: wire.decode_byte_chunks(list(group.frames.values())))
+                frame = await aside(chunk.logical_bytes, lambda: wire.decode_byte_chunks(list(group.frames.values())))
                 group.execution, reply = await start(frame, _delivery_of(frame), chunk)
             except wire.WireError as error:
                 sub_job.chunk_groups.forget(chunk.group_id)
@@ -244,8 +244,13 @@ class Operations:
         sub_job.log.add(message, level="ERROR", **event, error=execution.error)
 
 
-def decode_frame(frame: bytes, chunk: Chunk | None, framework: wire.Framework) -> tuple[Any, str]:
-    """The frame's value, and its SHA-256. Raises Refusal (400). For a thread."""
+async def decoded(frame: bytes, chunk: Chunk | None, framework: wire.Framework) -> tuple[Any, str]:
+    """The frame's value, and its SHA-256. Raises Refusal (400)."""
+    value: tuple[Any, str] = await aside(len(frame), lambda: _decode(frame, chunk, framework))
+    return value
+
+
+def _decode(frame: bytes, chunk: Chunk | None, framework: wire.Framework) -> tuple[Any, str]:
     sha256 = chunk.logical_sha256 if chunk is not None else hashlib.sha256(frame).hexdigest()
     try:
         return wire.loads(frame, framework=framework), sha256
@@ -280,6 +285,6 @@ def _delivery_of(frame: bytes) -> Delivery:
         raise Refusal(400, f"the body is not a DSSST1 frame: {error}") from None
 
 
-async def _aside(size: int, work: Callable[[], Any]) -> Any:
+async def aside(size: int, work: Callable[[], Any]) -> Any:
     """Do it here when it is small, and in a thread when it would keep the event loop from everyone else."""
     return work() if size <= _SMALL_BYTES else await asyncio.to_thread(work)

@@ -23,13 +23,13 @@ _TABLES = """
 CREATE TABLE executions (
     execution_id TEXT PRIMARY KEY, job_id TEXT NOT NULL, sub_job_id TEXT NOT NULL, operation TEXT NOT NULL,
     chunk_group_id TEXT, frame_sha256 TEXT, streaming INTEGER NOT NULL, state TEXT NOT NULL, error TEXT NOT NULL,
-    updated_at REAL NOT NULL, ended_at REAL, record TEXT, result TEXT, events TEXT, chunks INTEGER NOT NULL
+    created_at REAL NOT NULL, updated_at REAL NOT NULL, ended_at REAL, record TEXT, result TEXT, events TEXT,
+    chunks INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX executions_of_job ON executions (job_id, ended_at);
-CREATE TABLE requests (
-    request_id TEXT PRIMARY KEY, job_id TEXT NOT NULL, execution_id TEXT NOT NULL, created_at REAL NOT NULL
+CREATE INDEX executions_of_job ON executions (job_id, created_at);
+CREATE TABLE further_requests (
+    request_id TEXT PRIMARY KEY, execution_id TEXT NOT NULL, created_at REAL NOT NULL
 ) STRICT;
-CREATE INDEX requests_of_job ON requests (job_id, created_at);
 CREATE TABLE result_chunks (
     execution_id TEXT NOT NULL, position INTEGER NOT NULL, frame BLOB NOT NULL, PRIMARY KEY (execution_id, position)
 ) STRICT, WITHOUT ROWID;
@@ -61,12 +61,20 @@ class RequestStore:
         )
 
     def add(self, request: Request) -> None:
-        """Remember a request, and its execution if that is new, before its id is given out."""
+        """Remember a request before its id is given out.
+
+        The first request of an execution has the execution's own id, so that one row tells of both.
+        """
         one = request.execution
         with self._one_at_a_time:
-            self._rows.execute("BEGIN")
+            if request.request_id != one.execution_id:
+                self._rows.execute(
+                    "INSERT INTO further_requests VALUES (?, ?, ?)",
+                    (request.request_id, one.execution_id, request.created_at),
+                )
+                return
             self._rows.execute(
-                "INSERT OR IGNORE INTO executions VALUES (?, ?, ?, ?, ?, ?, ?, ?, '', ?, NULL, NULL, NULL, NULL, 0)",
+                "INSERT INTO executions VALUES (?, ?, ?, ?, ?, ?, ?, ?, '', ?, ?, NULL, NULL, NULL, NULL, 0)",
                 (
                     one.execution_id,
                     one.job_id,
@@ -76,14 +84,10 @@ class RequestStore:
                     one.frame_sha256,
                     one.streaming,
                     str(one.state),
+                    request.created_at,
                     one.updated_at,
                 ),
             )
-            self._rows.execute(
-                "INSERT INTO requests VALUES (?, ?, ?, ?)",
-                (request.request_id, one.job_id, one.execution_id, request.created_at),
-            )
-            self._rows.execute("COMMIT")
 
     def finish(self, execution: Execution, record: dict[str, Any]) -> None:
         """Remember how an execution ended, all of it or nothing; large parts of its result leave the memory.
@@ -91,36 +95,40 @@ class RequestStore:
         `record` are the numbers of its result that the status page shows.
         """
         result = None if execution.result is None else json.dumps(execution.result)
+        end = (
+            str(execution.state),
+            execution.error,
+            execution.updated_at,
+            execution.ended_at,
+            json.dumps(plain_json(record)),
+            result,
+            json.dumps(list(execution.events)) if execution.streaming else None,
+            len(execution.result_chunks),
+            execution.execution_id,
+        )
         with self._one_at_a_time:
-            self._rows.execute("BEGIN")
-            try:
-                self._rows.execute(
-                    "UPDATE executions SET state = ?, error = ?, updated_at = ?, ended_at = ?, record = ?, result = ?,"
-                    " events = ?, chunks = ? WHERE execution_id = ?",
-                    (
-                        str(execution.state),
-                        execution.error,
-                        execution.updated_at,
-                        execution.ended_at,
-                        json.dumps(plain_json(record)),
-                        result,
-                        json.dumps(list(execution.events)) if execution.streaming else None,
-                        len(execution.result_chunks),
-                        execution.execution_id,
-                    ),
-                )
-                self._rows.executemany(
-                    "INSERT INTO result_chunks VALUES (?, ?, ?)",
-                    ((execution.execution_id, at, frame) for at, frame in enumerate(execution.result_chunks)),
-                )
-                self._rows.execute("COMMIT")
-            except BaseException:
-                self._rows.execute("ROLLBACK")
-                raise
+            if not execution.result_chunks:
+                # One statement is a transaction of its own, and most executions end in one.
+                self._rows.execute(_END, end)
+            else:
+                self._write_in_parts(execution, end)
         if result is not None and len(result) > _KEPT_IN_MEMORY:
             execution.result = self._stored_result(execution.execution_id)
         if execution.result_chunks:
             execution.result_chunks = _StoredChunks(self, execution.execution_id, len(execution.result_chunks))
+
+    def _write_in_parts(self, execution: Execution, end: tuple[Any, ...]) -> None:
+        self._rows.execute("BEGIN")
+        try:
+            self._rows.executemany(
+                "INSERT INTO result_chunks VALUES (?, ?, ?)",
+                ((execution.execution_id, at, frame) for at, frame in enumerate(execution.result_chunks)),
+            )
+            self._rows.execute(_END, end)
+            self._rows.execute("COMMIT")
+        except BaseException:
+            self._rows.execute("ROLLBACK")
+            raise
 
     def keep_events(self, execution: Execution) -> None:
         """Remember which events of a stream that is over were not taken yet."""
@@ -134,11 +142,13 @@ class RequestStore:
         """A request of an earlier run of the service."""
         with self._one_at_a_time:
             row = self._rows.execute(
-                f"SELECT r.request_id, r.created_at, {_EXECUTION} FROM requests r"
-                " JOIN executions e USING (execution_id) WHERE r.job_id = ? AND r.request_id = ?",
-                (job_id, request_id),
+                f"SELECT coalesce(r.created_at, e.created_at), {_EXECUTION} FROM executions e"
+                " LEFT JOIN further_requests r ON r.execution_id = e.execution_id AND r.request_id = :asked"
+                " WHERE e.job_id = :job AND e.execution_id ="
+                " coalesce((SELECT execution_id FROM further_requests WHERE request_id = :asked), :asked)",
+                {"asked": request_id, "job": job_id},
             ).fetchone()
-        return None if row is None else Request(self._execution(row[2:]), row[0], row[1])
+        return None if row is None else Request(self._execution(row[1:]), request_id, row[0])
 
     def lose(self, job_id: str, sub_job_ids: Sequence[str], after: float, error: str) -> None:
         """Show as failed what these sub-jobs did after a point in time (epoch seconds): nothing is left of it."""
@@ -160,12 +170,11 @@ class RequestStore:
             ).fetchall()
 
     def newest(self, job_id: str, count: int) -> list[dict[str, Any]]:
-        """What the status page shows of a job's last requests, newest first."""
+        """What the status page shows of a job's last executions, newest first."""
         with self._one_at_a_time:
             rows = self._rows.execute(
-                "SELECT r.request_id, r.created_at, e.operation, e.sub_job_id, e.state, e.error, e.updated_at, e.record"
-                " FROM requests r JOIN executions e USING (execution_id)"
-                " WHERE r.job_id = ? ORDER BY r.created_at DESC LIMIT ?",
+                "SELECT execution_id, created_at, operation, sub_job_id, state, error, updated_at, record"
+                " FROM executions WHERE job_id = ? ORDER BY created_at DESC LIMIT ?",
                 (job_id, count),
             ).fetchall()
         names = ("request_id", "created_at", "operation", "sub_job_id", "status", "error", "updated_at", "record")
@@ -227,6 +236,11 @@ class RequestStore:
             ended_at=ended,
         )
 
+
+_END = (
+    "UPDATE executions SET state = ?, error = ?, updated_at = ?, ended_at = ?, record = ?, result = ?, events = ?,"
+    " chunks = ? WHERE execution_id = ?"
+)
 
 CHANGES = ("forward-backward", "step", "load")
 """Operations that change what a training sub-job holds in memory."""
