@@ -30,7 +30,10 @@ def offered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("CORTEX_TRAINING_PUBLIC_PYTHON is not set to a Python with cortex-training==0.0.3")
     # Elsewhere than in this repository, whose package has the same import name.
     folder = tmp_path_factory.mktemp("public_client")
-    done = subprocess.run([_PYTHON, str(_SCRIPT)], capture_output=True, text=True, timeout=240, cwd=folder, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [_PYTHON, str(_SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, cwd=folder, check=False
+    )
     assert done.returncode == 0, done.stderr
     return {name: value for name, value in json.loads(done.stdout).items() if name not in NOT_OFFERED}
 
