@@ -37,7 +37,11 @@ def _add_serve(subparsers: Any) -> None:
     )
     serve.add_argument("--data-dir", type=Path, help="where checkpoints live (default: a folder deleted at the end)")
     serve.add_argument(
-        "--model", action="append", default=[], metavar="ID=PATH", help="run this model id from a local folder"
+        "--model",
+        action="append",
+        default=[],
+        metavar="ID[=PATH]",
+        help="run this model id from a local folder; without =PATH from the Hugging Face cache, downloading nothing",
     )
     serve.add_argument(
         "--resume-jobs",
@@ -189,12 +193,26 @@ def run_models_prepare(options: argparse.Namespace) -> int:
 
 def _model_folder_option(option: str) -> tuple[str, Path]:
     name, separator, path = option.partition("=")
+    if not separator:
+        return name, _downloaded(name)
     folder = Path(path).expanduser().resolve()
-    if not separator or not name or not path:
+    if not name or not path:
         raise ValueError(f"--model {option!r}: must be ID=PATH, such as Qwen/Qwen3-0.6B=/models/qwen3-0.6b")
     if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
         raise ValueError(f"--model {option!r}: {folder} holds no config.json with *.safetensors")
     return name, folder
+
+
+def _downloaded(name: str) -> Path:
+    from cortex_training.local.hub_cache import cached_model
+
+    found = cached_model(name)
+    if found is None:
+        raise ValueError(
+            f"--model {name!r}: no model with safetensors of this id in the Hugging Face cache; download it there, or "
+            f"give a folder: --model {name}=PATH"
+        )
+    return found
 
 
 def _positive(option: str, value: float) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from cortex_training.local.hub_cache import cached_model
 from cortex_training.local.refusals import bad_field
 
 TINY = "tiny"
@@ -64,9 +65,12 @@ def choose_model(name: str, given: Mapping[str, Path], *, strict: bool) -> Model
         return ModelChoice(name, own, None, stand_in=False)
     if name in SERVICE_TABLE and not strict:
         return ModelChoice(name, TINY, None, stand_in=True)
+    downloaded = cached_model(name)
+    if downloaded is not None:
+        return ModelChoice(name, name, downloaded, stand_in=False)
     known = ", ".join([*sorted(given), *sorted(_BUILT_HERE)])
     hint = (
-        "start the service without --strict-models or give a folder with --model ID=PATH"
+        "start the service without --strict-models, download it, or give a folder with --model ID=PATH"
         if name in SERVICE_TABLE
         else known
     )
