@@ -11,7 +11,7 @@ from cortex_training import CortexTrainingClient
 from cortex_training.errors import AuthError
 from tests.conftest import ServiceFactory
 from tests.local.api import training
-from tests.local.snowflake import connection_arguments
+from tests.local.connector import connection_arguments
 
 
 def test_a_step_is_made_once_though_its_session_expires(
