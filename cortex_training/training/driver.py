@@ -164,10 +164,14 @@ class Driver:
 
     async def release(self) -> None:
         """Tell the successor that this driver sends nothing more, once nothing of it is written any more either."""
-        await self._packer.stop()
+        await self.stop_packing()
         with contextlib.suppress(StoreError):
             await offload(self.metrics.close)
         await self.record("released", {})
+
+    async def stop_packing(self) -> None:
+        """Leave no task behind in a loop that is the host's."""
+        await self._packer.stop()
 
     @property
     def segment(self) -> Segment:

@@ -81,6 +81,7 @@ async def run(
             raise
         finally:
             await frames.drop()
+            await driver.stop_packing()
         await driver.release()
         return result
 

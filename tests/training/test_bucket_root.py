@@ -117,11 +117,11 @@ def test_two_drivers_at_once_leave_one(runs, on_disk):
 @pytest.mark.parametrize(
     ("action", "part"),
     [
-        ("status 503 SlowDown", "/journal/"),
         ("status 409 ConditionalRequestConflict", "/journal/"),
-        ("drop after", "/journal/"),
         ("drop after", "/pub/"),
-        ("drop before", "/exec/"),
+        pytest.param("status 503 SlowDown", "/journal/", marks=pytest.mark.live),
+        pytest.param("drop after", "/journal/", marks=pytest.mark.live),
+        pytest.param("drop before", "/exec/", marks=pytest.mark.live),
     ],
 )
 def test_a_bucket_that_falters_costs_nothing(faulty_runs, faults, on_disk, action, part):
