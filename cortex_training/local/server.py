@@ -17,6 +17,7 @@ import uvicorn
 
 from cortex_training.local.app import build_app
 from cortex_training.local.control import ControlServer
+from cortex_training.local.http_limits import allow_many_connections, bounded_protocol
 from cortex_training.local.request_lines import Answered, RequestLines
 from cortex_training.local.service import Service
 from cortex_training.local.settings import ServiceSettings
@@ -43,6 +44,7 @@ def serve(
     # Before anything computes: torch's libraries read it when they are loaded.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    allow_many_connections()
     listening = _listen(settings.host, settings.port)
     host, port = listening.getsockname()[:2]
     tls = tls_files(settings.data_dir / _TLS_FOLDER, settings.host) if settings.tls else None
@@ -60,7 +62,7 @@ def serve(
             timeout_keep_alive=75,
             ssl_keyfile=tls.key if tls else None,
             ssl_certfile=tls.certificate if tls else None,
-            http=hangable_protocol() if control else "auto",
+            http=hangable_protocol() if control else bounded_protocol(),
         ),
         lambda: announce(base_url, control),
         control,

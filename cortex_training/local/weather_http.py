@@ -13,9 +13,9 @@ from typing import Any
 from starlette.requests import Request as StarletteRequest
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from cortex_training.local.bodies import read_body
+from cortex_training.local.http_limits import bounded_protocol
 from cortex_training.local.jobs import Job
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.requests import Request
@@ -29,7 +29,7 @@ _TRANSPORT: ContextVar[asyncio.Transport] = ContextVar("transport")
 
 def hangable_protocol() -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol, whose requests can close their connection without an answer."""
-    base: Any = AutoHTTPProtocol
+    base: Any = bounded_protocol()
 
     class HangableProtocol(base):  # type: ignore[misc]
         def connection_made(self, transport: asyncio.Transport) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
 from cortex_training import wire
-from tests.conftest import RunningService
+from tests.conftest import RunningService, ServiceFactory
 from tests.local.api import LORA, Caller, RunningJob, chunks_of, masked_frame, sampling, token_batch, training
 
 OCTETS = {"content-type": "application/octet-stream"}
@@ -323,6 +325,54 @@ def test_half_open_connections_do_not_block_others(caller: Caller, local_service
         for one in idle:
             one.close()
     assert caller.call("GET", "").status_code == 200
+
+
+def test_thousands_of_connections_cost_little(start_local_service: ServiceFactory) -> None:
+    """Half of them have sent a part of a request, the others nothing; everyone else is served as before."""
+    service = start_local_service(simulate="0")
+    host, port = service.base_url.removeprefix("http://").split(":")
+    before = resident_bytes(service.pid)
+    opened: list[socket.socket] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        for number in range(min(3000, hard - 500)):
+            opened.append(socket.create_connection((host, int(port))))
+            if number % 2:
+                opened[-1].sendall(b"POST /api HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\nX: ")
+        caller = Caller(service.url)
+        job = caller.running()
+        assert job.step()["global_steps"] == 1
+        assert resident_bytes(service.pid) - before < 150 << 20
+    finally:
+        for one in opened:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caller.call("GET", "").status_code == 200
+
+
+@pytest.mark.parametrize("faults", [False, True])
+@pytest.mark.parametrize("line", [b"X: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
+def test_headers_without_end_are_cut_off(
+    start_local_service: ServiceFactory, tmp_path: Path, line: bytes, faults: bool
+) -> None:
+    rules = tmp_path / "faults.json"
+    rules.write_text('{"rules": []}')
+    service = start_local_service(simulate="0", **({"faults": rules} if faults else {}))
+    host, port = service.base_url.removeprefix("http://").split(":")
+    before, sent = resident_bytes(service.pid), 0
+    with socket.create_connection((host, int(port)), timeout=30) as one, contextlib.suppress(ConnectionError):
+        one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n" + (b"" if line.endswith(b"\n") else b"X: "))
+        while sent < 64 << 20:
+            one.sendall(line * 64)
+            sent += len(line) * 64
+    assert sent < 64 << 20
+    assert resident_bytes(service.pid) - before < 32 << 20
+    assert requests.get(service.base_url + "/", timeout=30).status_code == 200
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_caller_that_goes_away_leaves_nothing(caller: Caller, local_service: RunningService) -> None:
