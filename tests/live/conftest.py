@@ -95,7 +95,7 @@ def airflow(
     with contextlib.ExitStack() as stack:
         url = None
         if os.environ.get("AIRFLOW_LIVE_DATABASE", "sqlite") == "postgresql":
-            url = stack.enter_context(postgres(tmp_path_factory.mktemp("postgres")))
+            url = stack.enter_context(postgres())
         yield stack.enter_context(
             AirflowCluster(
                 folder / "home",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +18,27 @@ _START_S, _STOP_S = 60.0, 30.0
 
 
 @contextlib.contextmanager
-def postgres(folder: Path) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """Serve an empty database on a free loopback port while the context is open; gives its SQLAlchemy URL.
 
-    PostgreSQL refuses to run as root; there it runs as the user ``postgres``, who must exist and reach `folder`.
+    PostgreSQL refuses to run as root; there it runs as the user ``postgres``, who must exist. Its folder is none of
+    pytest's, which are closed to other users again by every session that starts.
     """
-    data = folder / "data"
-    data.mkdir(parents=True)
-    user = _unprivileged(data)
-    port = _free_port()
+    user = "postgres" if os.getuid() == 0 else None
+    with tempfile.TemporaryDirectory(prefix="live-postgres-") as name:
+        folder = Path(name)
+        if user is not None:
+            shutil.chown(folder, user)
+        with _server(folder, user) as port:
+            _run(["createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "airflow", "airflow"], user)
+            yield f"postgresql+psycopg2://airflow@127.0.0.1:{port}/airflow"
+
+
+@contextlib.contextmanager
+def _server(folder: Path, user: str | None) -> Iterator[int]:
+    data, log_path, port = folder / "data", folder / "postgres.log", _free_port()
     _run(["initdb", "-D", str(data), "-U", "airflow", "--auth=trust", "--encoding=UTF8", "--no-sync"], user)
-    with open(folder / "postgres.log", "wb") as log:
+    with open(log_path, "wb") as log:
         server = subprocess.Popen(
             # Durability of the database itself is not what is tried here.
             [BINARIES / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", "", "-c", "fsync=off"],
@@ -38,9 +48,8 @@ def postgres(folder: Path) -> Iterator[str]:
             cwd="/",
         )
     try:
-        _wait_until_ready(server, port, folder / "postgres.log")
-        _run(["createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "airflow", "airflow"], user)
-        yield f"postgresql+psycopg2://airflow@127.0.0.1:{port}/airflow"
+        _wait_until_ready(server, port, log_path)
+        yield port
     finally:
         # Fast shutdown: sessions are ended, not waited for.
         server.send_signal(signal.SIGINT)
@@ -49,18 +58,6 @@ def postgres(folder: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-
-
-def _unprivileged(data: Path) -> str | None:
-    if os.getuid() != 0:
-        return None
-    owner = pwd.getpwnam("postgres")
-    for folder in data.parents:
-        # pytest's folders are closed to other users; the server has to pass through them.
-        if folder.stat().st_uid == 0 and folder.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    shutil.chown(data, owner.pw_uid, owner.pw_gid)
-    return "postgres"
 
 
 def _run(command: list[str], user: str | None) -> None:

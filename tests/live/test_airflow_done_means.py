@@ -52,7 +52,7 @@ def test_the_nightly_dag_through_ten_kills(night: Night, loaded: None, chance: r
         steps=STEPS,
         save_every_steps=5,
     )
-    # First the worker, while the reply to an operation it sent is held: the creation of the job.
+    # Of what workers ask for, the two operations that nobody else asks for in this run.
     kill_worker_during(night, run, "create_job", r"POST .*/cortex-training$", chance)
     for step in sorted(chance.sample(range(1, STEPS + 1), IN_THE_TRIGGERER)):
         held = hold_step(night.proxy, step)
@@ -62,7 +62,7 @@ def test_the_nightly_dag_through_ten_kills(night: Night, loaded: None, chance: r
         night.airflow.kill_component(component)
         held.released.set()
         night.airflow.restart_triggerer(component)
-    kill_worker_during(night, run, "save", r"POST .*/save$", chance)
+    kill_worker_during(night, run, "weight_sync", r"POST .*/weight-sync$", chance)
     run.wait(timeout_s=900)
 
     published = run.xcom("publish")
