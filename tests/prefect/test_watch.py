@@ -250,33 +250,45 @@ async def test_a_job_that_could_not_be_cancelled_is_cancelled_by_the_next_pass(s
     assert service.jobs["stubborn"]["status"] == "cancelled"
 
 
-async def test_only_a_silent_run_that_says_it_runs_is_taken_for_dead(service: ScriptedService) -> None:
+async def test_only_a_silent_run_that_says_it_runs_is_taken_for_dead(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A suspended run sends no heartbeats either, and is well. Who has just come, or was away, knows of no silence."""
-    long_ago = datetime.now(UTC) - timedelta(hours=2)
     labels = {"job.training.0.silent": "block"}
-    running = Running(timestamp=long_ago)
-    waits: State[Any] = Suspended(timeout_seconds=36_000, pause_key=JOB.key(1))
-    waits.timestamp = long_ago  # type: ignore[assignment]
-    runs = [await a_run(state, labels) for state in (running, Running(), running, waits)]
-    runs.append(await a_run(running))
+    dead, heard = await a_run(Running(), labels), await a_run(Running(), labels)
+    waits, without_jobs = await suspended(JOB, **labels), await a_run(Running())
     service.jobs["j"] = {"job_id": "j", "status": "pending"}
-    heartbeat = {"prefect.resource.id": f"prefect.flow-run.{runs[2]}"}
-    async with PrefectEventsClient() as events:
-        await events.emit(Event(event="prefect.flow-run.heartbeat", resource=Resource(heartbeat)))
-    async with watcher(Rules(cancel_on=frozenset(), crashed_after_s=600)) as one:
+
+    async def was_heard(prefect: Any, run: FlowRun, since: datetime) -> bool:
+        return run.id == heard
+
+    async def states() -> list[StateType | None]:
+        return [(await read(run)).state_type for run in (dead, heard, waits, without_jobs)]
+
+    monkeypatch.setattr("prefect_cortex_training.reconcile._was_heard", was_heard)
+    alive = [StateType.RUNNING, StateType.RUNNING, StateType.PAUSED, StateType.RUNNING]
+    await asyncio.sleep(1.1)
+    async with watcher(Rules(cancel_on=frozenset(), crashed_after_s=1.0)) as one:
         await one.look()
-        assert {(await read(run)).state_type for run in runs} == {StateType.RUNNING, StateType.PAUSED}
-        one._reconciler._in_sight_since = 0.0
+        assert await states() == alive
+        await asyncio.sleep(1.1)
         one._reconciler.lose_sight()
         await one.look()
-        assert {(await read(run)).state_type for run in runs} == {StateType.RUNNING, StateType.PAUSED}
-        await heard(runs[2])
-        one._reconciler._in_sight_since = -1e9
+        assert await states() == alive
+        await asyncio.sleep(1.1)
         await one.look()
-    dead, *others, without_jobs = [(await read(run)).state_type for run in runs]
-    assert dead == StateType.CRASHED
-    assert others == [StateType.RUNNING, StateType.RUNNING, StateType.PAUSED]
-    assert without_jobs == StateType.RUNNING
+        assert await states() == [StateType.CRASHED, *alive[1:]]
+
+
+async def test_a_heartbeat_is_heard(service: ScriptedService) -> None:
+    run, other = await a_run(Running()), await a_run(Running())
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    async with PrefectEventsClient() as events:
+        await events.emit(Event(event="prefect.flow-run.heartbeat", resource=Resource(resource)))
+    since = datetime.now(UTC) - timedelta(hours=1)
+    await heard(run)
+    async with get_client() as client:
+        assert not await _was_heard(client, await read(other), since)
 
 
 async def heard(flow_run_id: UUID) -> None:
