@@ -1,8 +1,8 @@
 """Runs in a Python with the public client: the reference's end-to-end examples, call for call, argument for argument.
 
 `documented_examples.py loop` creates a job, trains, syncs, saves, loads and starts sampling from saved weights;
-`documented_examples.py lora` trains and syncs an adapter. Where the service is comes from the environment: HOST is a
-host or, without TLS, a whole URL. Prints one JSON object with the answers.
+`documented_examples.py lora` trains and syncs an adapter. Where the service is comes from the environment. Prints one
+JSON object with the answers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ HOST, PAT, DATABASE, SCHEMA = (os.environ[name] for name in ("HOST", "PAT", "DAT
 
 
 def connected() -> CortexTrainingClient:
-    if HOST.startswith("http://"):
-        return CortexTrainingClient(HOST, DATABASE, SCHEMA)
     return CortexTrainingClient.from_pat(host=HOST, pat=PAT, database=DATABASE, schema=SCHEMA)
 
 
