@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import ipaddress
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -22,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from cortex_training.local.tls import tls_files
 from demo.processes import clean_environment
 from demo.recipes import DATABASE, SCHEMA
 
@@ -154,81 +152,20 @@ def _first_line(process: subprocess.Popen[str], timeout_s: float) -> str:
     return lines[0] if lines else ""
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a key and a certificate for this machine's loopback names, and ``ca-bundle.pem``: the usual bundle and
-    that certificate."""
-    import certifi
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Snowflake-compatible demo server")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=7))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST)), x509.DNSName("localhost")]),
-            critical=False,
-        )
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
-    key_file, certificate_file = folder / "server-key.pem", folder / "server-cert.pem"
-    key_file.unlink(missing_ok=True)
-    with open(os.open(key_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-    certificate_file.write_bytes(pem)
-    # A machine that already trusts a bundle of its own (a company proxy's, say) has to go on trusting it.
-    usual = Path(os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where())
-    usual = usual if usual.is_file() else Path(certifi.where())
-    (folder / "ca-bundle.pem").write_bytes(usual.read_bytes().rstrip() + b"\n" + pem)
-    return key_file, certificate_file
-
-
-_QUOTED = re.compile(r"('(?:[^'\\]|\\.|'')*'|--[^\n]*|/\*.*?\*/)", re.DOTALL)
-
-
-def _keep_variables_out_of_text() -> None:
-    """fakesnow takes ``$HOME`` for a session variable even inside a string; Snowflake does not, and rows hold such
-    text."""
-    from fakesnow.variables import Variables
-
-    expand = Variables.inline_variables
-
-    def expand_outside_text(self: Variables, sql: str) -> str:
-        # Splitting by one group puts literals and comments at the odd places.
-        parts = _QUOTED.split(sql)
-        return "".join(part if place % 2 else expand(self, part) for place, part in enumerate(parts))
-
-    Variables.inline_variables = expand_outside_text  # type: ignore[method-assign]
-
-
 async def _serve(folder: Path, port: int, until_stdin_closes: bool) -> None:
     import uvicorn
     from fakesnow.server import app
 
-    _keep_variables_out_of_text()
-    key_file, certificate_file = make_certificate(folder)
+    from cortex_training.local.snowflake_sql import keep_variables_out_of_text
+
+    keep_variables_out_of_text()
+    tls = tls_files(folder, HOST)
     listener = socket.create_server((HOST, port))
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            ssl_keyfile=key_file,
-            ssl_certfile=certificate_file,
+            ssl_keyfile=tls.key,
+            ssl_certfile=tls.certificate,
             log_level="warning",
             lifespan="off",
             # The connector keeps connections open; a stop must not wait for them.

@@ -52,7 +52,7 @@ class SqlEngine:
     def __init__(self, stages: Path) -> None:
         stages = stages.resolve()
         stages.mkdir(parents=True, exist_ok=True)
-        _keep_variables_out_of_text()
+        keep_variables_out_of_text()
         stage.LOCAL_BUCKET_PATH = str(stages)
         self._lock = threading.Lock()
         self._snow = FakeSnow()
@@ -90,7 +90,7 @@ def _quoted(text: str) -> str:
     return text.replace("'", "''")
 
 
-def _keep_variables_out_of_text() -> None:
+def keep_variables_out_of_text() -> None:
     """fakesnow takes ``$HOME`` for a session variable even inside a string; Snowflake does not, and rows hold such
     text."""
     expand = Variables.inline_variables
