@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="make one pass and end, e.g. from a schedule")
     drive = verbs.add_parser("drive", help="train for flow runs that are suspended in `train`")
     _seconds(drive, "--every", 5.0, "seconds between two passes")
-    drive.add_argument("--max-runs", type=int, default=16, help="runs of this process at once (default: 16)")
+    drive.add_argument(
+        "--max-runs", type=_whole, default=16, metavar="N", help="runs of this process at once (default: 16)"
+    )
     return parser
 
 
@@ -99,6 +101,12 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 if __name__ == "__main__":
