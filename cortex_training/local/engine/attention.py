@@ -31,10 +31,12 @@ def attention_for(
         return attention_mask
     length = document.shape[1]
     allowed = document[:, :, None] == document[:, None, :]
-    allowed &= torch.ones(length, length, dtype=torch.bool).tril()
+    allowed &= torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
     if attention_mask is not None:
         allowed &= attention_mask[:, None, :]
     # A padding row that may look at nothing would make the softmax divide by zero.
-    allowed |= torch.eye(length, dtype=torch.bool)
-    additive = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+    allowed |= torch.eye(length, dtype=torch.bool, device=document.device)
+    additive = torch.zeros(allowed.shape, dtype=dtype, device=document.device).masked_fill_(
+        ~allowed, torch.finfo(dtype).min
+    )
     return additive[:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -46,8 +46,15 @@ class Batch:
 
     def only_rows(self, rows: slice) -> Batch:
         """The same batch with some of its rows."""
+        return self._with_tensors(lambda tensor: tensor[rows])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch, where the model is."""
+        return self._with_tensors(lambda tensor: tensor.to(device))
+
+    def _with_tensors(self, changed: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         tensors: dict[str, Any] = {
-            field.name: value[rows]
+            field.name: changed(value)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }

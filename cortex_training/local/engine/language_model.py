@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cortex_training.local.engine.attention import attention_for
 from cortex_training.local.engine.batch import Batch
+from cortex_training.local.engine.process import machine_device
 from cortex_training.local.engine.randomness import RandomStream
 from cortex_training.local.tuning import LoraSettings
 
@@ -50,6 +51,11 @@ class LanguageModel:
     lora: LoraSettings | None
     base_is_original: bool = True
     """False when the weights were loaded from a checkpoint, so that an adapter on them does not tell all."""
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.module.device
+        return device
 
     @property
     def vocabulary(self) -> int:
@@ -180,9 +186,10 @@ def _load_language_model(
 
 
 def _load_plain(folder: Path, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
+    return model.to(machine_device())
 
 
 def _with_adapter(module: Any, lora: LoraSettings, random: RandomStream) -> PeftModel:

@@ -103,5 +103,9 @@ class Optimizer:
                 if "master" in quantities:
                     master.copy_(quantities.pop("master"))
                 if quantities:
-                    self._adamw.state[master] = {quantity: value.clone() for quantity, value in quantities.items()}
+                    # AdamW keeps its step counter on the CPU wherever the weights are.
+                    self._adamw.state[master] = {
+                        quantity: value.clone() if quantity == "step" else value.to(master.device, copy=True)
+                        for quantity, value in quantities.items()
+                    }
         self.set_learning_rate(learning_rate)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+# cuBLAS repeats its results bit for bit only with a workspace of its own; read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def prepare_process(threads: int) -> None:
@@ -10,3 +15,8 @@ def prepare_process(threads: int) -> None:
     torch.set_num_threads(threads)
     # Two runs with the same seeds give the same bits, or torch says which operation cannot.
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def machine_device() -> torch.device:
+    """Where models live: the first CUDA GPU if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

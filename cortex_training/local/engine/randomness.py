@@ -28,6 +28,9 @@ class RandomStream:
         with _one_at_a_time:
             others = torch.get_rng_state()
             torch.set_rng_state(self.state)
+            if torch.cuda.is_available():
+                # What a GPU draws follows from this stream too, and so from what a checkpoint remembers.
+                torch.cuda.manual_seed(int(torch.randint(2**62, ())))
             try:
                 yield
             finally:

@@ -162,6 +162,8 @@ class SamplingEngine:
         for row, sample in enumerate(samples):
             ids[row, longest - len(sample.prompt_ids) :] = torch.tensor(sample.prompt_ids)
             mask[row, longest - len(sample.prompt_ids) :] = 1
+        device = self._model.device
+        ids, mask = ids.to(device), mask.to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         cache: Any = None
         running = list(samples)
@@ -177,7 +179,8 @@ class SamplingEngine:
                 **{self._cache_name: cache},
             )
             cache = getattr(output, self._cache_name)
-            logits = output.logits[:, -1].float()
+            # Drawing is done on the CPU, so that a seed means the same with a GPU and without one.
+            logits = output.logits[:, -1].float().cpu()
             for row, sample in enumerate(running):
                 self._extend(sample, logits[row])
                 if sample.finish_reason is not None:
@@ -187,11 +190,11 @@ class SamplingEngine:
                 running = [running[row] for row in kept]
                 if not running:
                     return
-                chosen = torch.tensor(kept)
+                chosen = torch.tensor(kept, device=device)
                 cache.batch_select_indices(chosen)
                 mask, positions = mask[chosen], positions[chosen]
-            ids = torch.tensor([[sample.token_ids[-1]] for sample in running])
-            mask = torch.cat([mask, torch.ones(len(running), 1, dtype=torch.long)], dim=1)
+            ids = torch.tensor([[sample.token_ids[-1]] for sample in running], device=device)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             positions = positions[:, -1:] + 1
 
     def _extend(self, sample: Sample, logits: torch.Tensor) -> None:

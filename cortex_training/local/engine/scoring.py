@@ -20,6 +20,7 @@ def score(model: LanguageModel, batch: Batch) -> dict[str, Any]:
 
     They are shifted: column i is the log-probability of input_ids[:, i + 1], and the last column is 0.
     """
+    batch = batch.to(model.device)
     loss = loss_of(batch)
     mean, parts = 0.0, []
     for rows in in_parts(batch, model.vocabulary):
@@ -28,7 +29,7 @@ def score(model: LanguageModel, batch: Batch) -> dict[str, Any]:
         if batch.wants_log_probabilities:
             log_probabilities = token_log_probabilities(scaled(logits, rows), next_tokens(rows.input_ids))
             log_probabilities[:, -1] = 0
-            parts.append(log_probabilities)
+            parts.append(log_probabilities.cpu())
     outputs = {"logprobs_shifted": torch.cat(parts)} if parts else {}
     return {"avg_loss": mean, "metrics": {"loss": mean}, "post_process_outputs": outputs}
 

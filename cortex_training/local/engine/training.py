@@ -66,6 +66,7 @@ class TrainingEngine:
         batch = read_batch(frame, vocabulary=self._model.vocabulary, max_seq_len=self._spec.max_seq_len)
         if self._accumulated and self._assumptions.accumulation == "refuse":
             raise ValueError("a forward-backward is already accumulated; send a step first")
+        batch = batch.to(self._model.device)
         loss = loss_of(batch)
         before = self._take_gradients()
         try:
