@@ -130,7 +130,7 @@ def check(params: Mapping[str, Any]) -> None:
         raise AirflowFailException(f"the DAG's parameters: {error}") from error
 
 
-@task(retries=0)
+@task
 def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
     """Folders of this run, made, and the sub-jobs of its job, when the parameters are usable."""
     root = Path(params["root"])

@@ -75,7 +75,7 @@ COMMON = {
 }
 
 
-@task(retries=0)
+@task
 def folders(run_id: str) -> dict[str, str]:
     """Where this run keeps what it makes."""
     run = "".join(c if c.isalnum() or c in "-_." else "-" for c in run_id)
@@ -139,7 +139,7 @@ with DAG(
     chain(here, dataset, create_job, running, train, save, export, publish, cancel_job)
 
 
-@task(retries=0)
+@task
 def published() -> dict[str, Any]:
     """The publication this run is about: the sub-jobs that load it, what it is asked, and where its answers go.
 

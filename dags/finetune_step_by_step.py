@@ -72,7 +72,7 @@ SUB_JOB = {
 }
 
 
-@task(retries=0)
+@task
 def folders(params: dict[str, Any], run_id: str) -> dict[str, str]:
     run = "".join(c if c.isalnum() or c in "-_." else "-" for c in run_id)
     for folder in ("datasets", "models"):

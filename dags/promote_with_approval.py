@@ -54,7 +54,7 @@ with DAG(
     },
 ):
 
-    @task(retries=0)
+    @task
     def production(params: dict[str, Any]) -> str:
         folder = Path(params["root"], "production")
         folder.mkdir(exist_ok=True)
@@ -74,7 +74,6 @@ with DAG(
         # Nobody answers: the candidate stays a candidate.
         defaults="Reject",
         response_timeout=timedelta(days=2),
-        retries=0,
     )
 
     export = CortexTrainingExportOperator(
