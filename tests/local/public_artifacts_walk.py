@@ -6,6 +6,7 @@ Arguments: host:port of a service with TLS, the token, a job's id, a folder for 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -19,9 +20,10 @@ connect = snowflake.connector.connect
 
 
 def connect_to_port(**arguments: Any) -> Any:
-    """The public client knows no port; an account has none."""
+    """The public client knows neither a port nor a certificate; an account needs none."""
     assert arguments["host"] == address
-    return connect(**{**arguments, "host": host, "port": int(port)})
+    own = {"host": host, "port": int(port), "extra_root_store_path": os.environ["REQUESTS_CA_BUNDLE"]}
+    return connect(**{**arguments, **own})
 
 
 snowflake.connector.connect = connect_to_port
