@@ -150,19 +150,32 @@ class AsyncCortexTrainingClient:
         Database and schema are the profile's unless given; a profile without a schema means PUBLIC. Raises
         `SnowflakeProfileError` when the profile cannot be opened.
         """
-        auth = SnowflakeSessionAuth(connection_name)
-        base_url, database, schema = settings_of_profile(auth, database, schema)
-        client = cls(
-            base_url,
-            database,
-            schema,
-            endpoint,
-            auth=auth,
+        return cls.from_session(
+            SnowflakeSessionAuth(connection_name),
+            database=database,
+            schema=schema,
+            endpoint=endpoint,
             verify_ssl=verify_ssl,
             telemetry_timeout=telemetry_timeout,
             **options,
         )
-        client._opened_session = auth
+
+    @classmethod
+    def from_session(
+        cls,
+        session: SnowflakeSessionAuth,
+        *,
+        database: str | None = None,
+        schema: str | None = None,
+        telemetry_timeout: float = 3.0,
+        **options: Any,
+    ) -> Self:
+        """A client with a Snowflake session, which it closes in the end. Database and schema are the session's unless
+        given.
+        """
+        base_url, database, schema = settings_of_profile(session, database, schema)
+        client = cls(base_url, database, schema, auth=session, telemetry_timeout=telemetry_timeout, **options)
+        client._opened_session = session
         return client
 
     # Jobs

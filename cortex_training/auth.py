@@ -214,16 +214,27 @@ class SnowflakeSessionAuth:
 
     `connection_name` None means the connector's default profile. `base_url`, `database` and `schema` come from the
     profile. Threads share one session; an expired one is replaced once, whoever notices first.
+
+    Where connections are configured elsewhere than in profiles, `connect` opens one (and a new one whenever the session
+    is to be renewed), and `described` is what errors call it.
     """
 
     can_refresh = True
 
-    def __init__(self, connection_name: str | None = None) -> None:
+    def __init__(
+        self,
+        connection_name: str | None = None,
+        *,
+        connect: Callable[[], Any] | None = None,
+        described: str = "the Snowflake connection",
+    ) -> None:
         if connection_name is not None:
             connection_name = connection_name.strip() if isinstance(connection_name, str) else connection_name
             if not isinstance(connection_name, str) or not connection_name:
                 raise ConfigurationError.of("connection_name", connection_name, "must name a profile, or be left out")
         self._name = connection_name
+        self._connect_otherwise = connect
+        self._otherwise_described = described
         self._closed = False
         self._open_session()
 
@@ -280,9 +291,13 @@ class SnowflakeSessionAuth:
             self._open_session()
 
     def _described(self) -> str:
+        if self._connect_otherwise is not None:
+            return self._otherwise_described
         return "the default Snowflake connection" if self._name is None else f"Snowflake connection {self._name!r}"
 
     def _connect(self) -> Any:
+        if self._connect_otherwise is not None:
+            return _opened(self._described(), self._connect_otherwise)
         named = {} if self._name is None else {"connection_name": self._name}
         return _open_connection(self._described(), **named)
 
@@ -300,10 +315,12 @@ class SnowflakeSessionAuth:
         return token, url.rstrip("/")
 
     def __repr__(self) -> str:
-        return f"SnowflakeSessionAuth({self._name!r})"
+        return f"SnowflakeSessionAuth({self._described() if self._connect_otherwise else self._name!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A session belongs to its process; the profile's name is what can be carried to another one.
+        if self._connect_otherwise is not None:
+            raise TypeError(f"{self._described()} can't be carried to another process; make a new client there")
         return SnowflakeSessionAuth, (self._name,)
 
 
@@ -334,8 +351,12 @@ def _open_connection(described: str, **arguments: Any) -> Any:
         raise SnowflakeProfileError(
             f"{described} needs the Snowflake connector: pip install 'cortex-training-client[snowflake]'"
         ) from None
+    return _opened(described, lambda: snowflake.connector.connect(**arguments))
+
+
+def _opened(described: str, connect: Callable[[], Any]) -> Any:
     try:
-        return snowflake.connector.connect(**arguments)
+        return connect()
     except Exception as error:
         hint = ""
         if getattr(error, "errno", None) == 394400 or "programmatic access token is invalid" in str(error).lower():

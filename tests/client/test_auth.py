@@ -116,6 +116,20 @@ def test_a_profile_that_cannot_be_opened_says_why(connector: FakeConnector) -> N
         SnowflakeSessionAuth("p")
 
 
+def test_a_session_that_is_opened_otherwise_is_renewed_the_same_way(connector: FakeConnector) -> None:
+    auth = SnowflakeSessionAuth(connect=lambda: connector.connect(role="trainer"), described="a block")
+    first = auth.headers()
+    auth.refresh(first)
+    assert auth.headers() != first
+    assert connector.calls == [{"role": "trainer"}] * 2
+    assert "a block" in repr(auth)
+    with pytest.raises(TypeError, match="a block"):
+        pickle.dumps(auth)
+    connector.error = RuntimeError("Incorrect username or password\nmore")
+    with pytest.raises(SnowflakeProfileError, match=r"could not open a block: Incorrect username or password\."):
+        SnowflakeSessionAuth(connect=connector.connect, described="a block")
+
+
 def test_a_missing_connector_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "snowflake.connector", None)
     with pytest.raises(SnowflakeProfileError, match=r"cortex-training-client\[snowflake\]"):
