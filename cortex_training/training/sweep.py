@@ -27,7 +27,7 @@ class SweepRule:
 
     `older_than_s` seconds since its creation; `user` submitted it, None: anybody; its experiment's name begins with one
     of `experiments`, none given: any name; `owned` are ids that somebody goes on with. Names are compared without
-    regard to case: the service writes them as Snowflake writes identifiers.
+    regard to case and to the database and schema before them: the service writes them as Snowflake writes identifiers.
     """
 
     older_than_s: float = DAY_S
@@ -41,7 +41,7 @@ class SweepRule:
         if not self.experiments:
             return found
         prefixes = tuple(prefix.casefold() for prefix in self.experiments)
-        return [job for job in found if _experiment(client, job["job_id"]).casefold().startswith(prefixes)]
+        return [job for job in found if _experiment(client, job["job_id"]).startswith(prefixes)]
 
     def _is_old_and_ownerless(self, job: Job) -> bool:
         state = job_state(job.get("status"))
@@ -75,7 +75,9 @@ def _age_s(job: Job) -> float | None:
 
 
 def _experiment(client: ListingClient, job_id: str) -> str:
+    """The name of a job's experiment without its database and schema, in lower case; "" when there is none."""
     try:
-        return str(client.get_experiment_run(job_id).get("experiment_name") or "")
+        name = str(client.get_experiment_run(job_id).get("experiment_name") or "")
     except ApiError:
         return ""
+    return name.rpartition(".")[2].casefold()

@@ -118,3 +118,88 @@ def test_a_missing_tokenizer_is_named(task_run, warehouse: Hook, tmp_path: Path)
     operator.tokenizer = str(tmp_path / "no-tokenizer")
     with pytest.raises(AirflowFailException, match="no-tokenizer"):
         task_run("build").execute(operator)
+
+
+class TestFunctions:
+    """A function instead of a query: its rows go straight into the dataset."""
+
+    def build(self, out: Path, rows: object, **arguments: object) -> CortexTrainingBuildDatasetOperator:
+        return CortexTrainingBuildDatasetOperator(
+            task_id="build",
+            rows=rows,
+            out=str(out),
+            tokenizer=str(model_folder("tiny")),
+            max_seq_len=64,
+            **arguments,
+        )
+
+    def test_rows_of_a_generator_with_arguments_and_context(self, task_run, tmp_path: Path) -> None:
+        def numbers(first: int, *, count: int, dag_run=None):
+            for n in range(first, first + count):
+                yield {"prompt": f"What comes after {n} in {dag_run.run_id}?", "completion": f"{n + 1} does."}
+
+        run = task_run("build")
+        built = run.execute(self.build(tmp_path / "d", numbers, op_args=[3], op_kwargs={"count": 7}))
+        assert built["rows"] == 7
+        manifest = Dataset.open(built["manifest"]).manifest
+        assert "numbers" in str(manifest.source)
+
+    @pytest.mark.parametrize("given", [None, "rows", {"prompt": "a", "completion": "b"}, 7])
+    def test_what_is_no_rows_is_named(self, task_run, tmp_path: Path, given: object) -> None:
+        with pytest.raises(AirflowFailException, match="must return or yield rows"):
+            task_run("build").execute(self.build(tmp_path / "d", lambda: given))
+
+    def test_either_a_query_or_a_function(self, task_run, tmp_path: Path) -> None:
+        for operator in (self.build(tmp_path / "d", None), self.build(tmp_path / "d", list, sql="select 1")):
+            with pytest.raises(AirflowFailException, match="either sql or rows"):
+                task_run("build").execute(operator)
+
+    def test_the_decorator_makes_the_same_dataset(self, task_run, tmp_path: Path) -> None:
+        import datetime
+
+        from airflow.sdk import DAG
+
+        from airflow_cortex_training.decorators import cortex_training_dataset_task
+
+        def rows(count: int) -> list[dict[str, str]]:
+            return [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(count)]
+
+        common = {"tokenizer": str(model_folder("tiny")), "max_seq_len": 64}
+        with DAG("d", schedule=None, start_date=datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)) as dag:
+            made = cortex_training_dataset_task(rows, out=str(tmp_path / "a"), **common)(5)
+        operator = dag.get_task("rows")
+        assert operator.multiple_outputs
+        assert made["manifest"].key == "manifest"
+        decorated = task_run("rows").execute(operator)
+        plain = task_run("build").execute(self.build(tmp_path / "b", rows, op_args=[5]))
+        assert decorated["content_sha256"] == plain["content_sha256"]
+
+
+def test_arrow_batches_are_read_where_a_cursor_has_them(task_run, warehouse: Hook, tmp_path: Path, monkeypatch) -> None:
+    import pyarrow
+
+    sql = "select PROMPT, COMPLETION from examples order by PROMPT"
+    by_row = task_run("build").execute(build(tmp_path / "rows", sql))
+    used: list[str] = []
+
+    def batches(cursor: _Cursor):
+        used.append("arrow")
+        rows = cursor.cursor.fetchall()
+        names = [column[0] for column in cursor.description]
+        for start in range(0, len(rows), 16):
+            part = rows[start : start + 16]
+            yield pyarrow.table({name: [row[i] for row in part] for i, name in enumerate(names)})
+
+    monkeypatch.setattr(_Cursor, "fetch_arrow_batches", batches, raising=False)
+    by_batch = task_run("build").execute(build(tmp_path / "batches", sql))
+    assert used == ["arrow"]
+    assert by_batch["content_sha256"] == by_row["content_sha256"]
+
+    class NotSupportedError(Exception):
+        """The result came as JSON."""
+
+    def refuses(cursor: _Cursor):
+        raise NotSupportedError
+
+    monkeypatch.setattr(_Cursor, "fetch_arrow_batches", refuses)
+    assert task_run("build").execute(build(tmp_path / "json", sql))["content_sha256"] == by_row["content_sha256"]

@@ -36,6 +36,27 @@ def test_lists_modules_that_exist(kind: str) -> None:
             importlib.import_module(module)
 
 
+@pytest.mark.parametrize(("kind", "base"), [("operators", "Operator"), ("sensors", "Sensor"), ("triggers", "Trigger")])
+def test_every_module_with_a_public_class_is_listed(kind: str, base: str) -> None:
+    import airflow_cortex_training
+
+    listed = {module for group in INFO[kind] for module in group["python-modules"]}
+    for path in (Path(airflow_cortex_training.__file__).parent / kind).glob("*.py"):
+        name = f"airflow_cortex_training.{kind}.{path.stem}"
+        module = importlib.import_module(name)
+        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+        public = [c for c in own if c.__name__.startswith("CortexTraining") and c.__name__.endswith(base)]
+        # Classes to derive from are not for DAGs.
+        expected = bool(public) and path.stem not in ("base", "request_leg")
+        assert (name in listed) == expected, name
+
+
+def test_links_and_decorators_exist() -> None:
+    for path in [*INFO["extra-links"], *(entry["class-name"] for entry in INFO["task-decorators"])]:
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
 def test_airflow_discovers_the_connection_type_with_its_form() -> None:
     from airflow.providers_manager import ProvidersManager
 

@@ -97,7 +97,7 @@ def test_sweep_finds_old_active_jobs_and_cancels_only_when_told(run: Any, servic
 
 
 def test_sweep_can_be_narrowed(run: Any, service: Any) -> None:
-    service.answers["GET", "/job-0/experiment-run"] = {"experiment_name": "nightly_a"}
+    service.answers["GET", "/job-0/experiment-run"] = {"experiment_name": "DB.PUBLIC.NIGHTLY_A"}
     service.answers["GET", "/job-1/experiment-run"] = {"experiment_name": "other"}
     service.answers["GET", ""] = jobs_of(30, 30)
     assert [job["job_id"] for job in run("sweep", "--experiment", "nightly").document["found"]] == ["job-0"]

@@ -26,10 +26,32 @@ def get_provider_info() -> dict[str, Any]:
                 "operators.datasets",
                 "operators.checkpoints",
                 "operators.sampling",
+                "operators.router_replay",
+                "operators.publication",
+                "operators.upkeep",
             )
         ],
-        "sensors": [_modules("sensors.jobs")],
-        "triggers": [_modules("triggers.jobs", "triggers.requests", "triggers.train", "triggers.publication_events")],
+        "sensors": [_modules("sensors.jobs", "sensors.requests", "sensors.capacity", "sensors.publication")],
+        "triggers": [
+            _modules(
+                "triggers.jobs",
+                "triggers.requests",
+                "triggers.train",
+                "triggers.capacity",
+                "triggers.publication",
+                "triggers.publication_events",
+            )
+        ],
+        "extra-links": [
+            f"{_PACKAGE}.links.{name}"
+            for name in ("CortexTrainingJobLink", "CortexTrainingRunLink", "CortexTrainingCheckpointLink")
+        ],
+        "task-decorators": [
+            {
+                "name": "cortex_training_dataset",
+                "class-name": f"{_PACKAGE}.decorators.cortex_training_dataset_task",
+            }
+        ],
         "asset-uris": [
             {
                 "schemes": ["cortex-training"],

@@ -22,10 +22,13 @@ SOURCE = "cortex-training"
 
 
 def of_dataset(hook: Any, conn_id: str, sql: str, built: Mapping[str, Any] | None) -> OperatorLineage | None:
-    """Tables of the query -> the dataset. `built` is the operator's result, None when it made none."""
+    """Tables of the query -> the dataset. `built` is the operator's result, None when it made none.
+
+    Without `sql` the rows came from a function, of whose inputs nothing is known.
+    """
     if built is None or (lineage := _lineage()) is None:
         return None
-    tables = _tables(hook, conn_id, sql)
+    tables = _tables(hook, conn_id, sql) if sql else None
     said = lineage(outputs=[dataset_version(str(built["manifest"]), str(built["content_sha256"]), rows=built["rows"])])
     return tables.merge(said) if tables is not None else said
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 JOB_ID_KEY = "job_id"
 _LOOK_S = 1.0
+_RUN_KINDS = ("scheduled", "manual", "backfill", "asset_triggered")
 
 
 class CortexTrainingCreateJobOperator(CortexTrainingOperator):
@@ -57,7 +58,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
     Args:
         sub_jobs: sub-jobs as `cortex_training.config.SubJobConfig` or as the service's JSON; at most one trains.
         hardware: ``H200``, ``B200`` or ``B300``; the connection's default, else the service's.
-        experiment_name: default ``<dag id>.<run id>``, cleaned of what experiment names can't hold.
+        experiment_name: default ``<dag id>_<run id>``, cleaned of what experiment names can't hold.
         idle_timeout_seconds: the service ends a job that got no request for so long. Between tasks and retries nobody
             talks to the job, so choose it longer than ``retries * retry_delay`` plus the scheduler's own gaps.
         pending_timeout_seconds: the service gives up a job that got no GPUs for so long.
@@ -388,6 +389,14 @@ def cancel_quietly(client: CortexTrainingClient, job_id: object, say: Any) -> No
 
 
 def default_experiment_name(context: Context) -> str:
-    """``<dag id>.<run id>`` in the characters an experiment's name can hold."""
-    raw = f"{context['dag_run'].dag_id}_{context['dag_run'].run_id}"
-    return "".join(c if c.isalnum() else "_" for c in raw)[:120]
+    """``<dag id>_<run id>`` in the characters an experiment's name can hold."""
+    return _nameable(f"{context['dag_run'].dag_id}_{context['dag_run'].run_id}")[:120]
+
+
+def experiment_prefixes(dag_id: str) -> list[str]:
+    """How default experiment names of a DAG's runs begin. The DAG's id alone may begin another DAG's id as well."""
+    return [_nameable(f"{dag_id}_{kind}__")[:120] for kind in _RUN_KINDS]
+
+
+def _nameable(raw: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in raw)

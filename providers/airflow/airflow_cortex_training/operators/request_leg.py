@@ -248,7 +248,7 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             # The next try may send it again: this is a confirmed end, not a lost answer.
             record.update(ended="failed")
             raise
-        return self.finish(client, result, context)
+        return self.finish(client, dict(result), context)
 
     def _failure(self, status: Status, request_id: str, event: Mapping[str, Any]) -> Exception:
         what = f"{self.operation}, request {request_id} of job {self.job_id}"

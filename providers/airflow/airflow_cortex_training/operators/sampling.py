@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from airflow_cortex_training.object_storage import check_writable_place, read_bytes, write_bytes
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
 from cortex_training.config import JobType, canonical_job_type
 from cortex_training.errors import ConfigurationError
@@ -75,21 +75,24 @@ class CortexTrainingWeightSyncOperator(CortexTrainingRequestOperator):
 
 
 class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
-    """Generate from a job's sampling sub-job and write the completions to a file.
+    """Generate from a job's sampling sub-job and write the completions to a file or to object storage.
 
     Args:
         prompts: texts, or lists of token ids. They are stored with the rendered fields of the task: give prompts that
             nobody may read through `prompts_path`.
-        prompts_path: JSON lines file; each line is a text, a list of token ids, or an object with ``prompt``.
-        output_path: JSON lines file to write, one object per prompt: ``prompt``, ``text``, ``token_ids``,
-            ``finish_reason`` as the
-            service gives them. It appears under its name when it is whole.
+        prompts_path: JSON lines; each line is a text, a list of token ids, or an object with ``prompt``.
+        output_path: JSON lines to write, one object per prompt: ``prompt``, ``text``, ``token_ids``, ``finish_reason``
+            as the service gives them. It appears under its name when it is whole. Both are paths, or what Airflow's
+            ``ObjectStoragePath`` opens, e.g. ``s3://aws_default@bucket/samples.jsonl``.
+        xcom_max_bytes: results of at most so many bytes of JSON lines go into the XCom as well, as ``completions``.
+            The default keeps completions out of Airflow's database whatever their size.
         sampling_params: one object for all prompts or a list with one for each.
         routing_key, strict: as the service has them.
 
     A retry waits for the same request; a cleared task generates again. A killed one cancels its request.
 
-    Returns (XCom): ``job_id``, ``output_path``, ``count``, ``sha256`` of the file. Completions never go into an XCom.
+    Returns (XCom): ``job_id``, ``output_path``, ``count``, ``bytes``, ``sha256`` of the file, and ``completions`` when
+    `xcom_max_bytes` allows it.
     """
 
     template_fields = (
@@ -112,9 +115,11 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         routing_key: str | Sequence[str | None] | None = None,
         strict: bool | None = None,
+        xcom_max_bytes: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.xcom_max_bytes = xcom_max_bytes
         self.output_path = output_path
         self.prompts = prompts
         self.prompts_path = prompts_path
@@ -126,11 +131,12 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
     def check(self) -> None:
         if (self.prompts is None) == (not self.prompts_path):
             raise ConfigurationError(f"task {self.task_id}: give either prompts or prompts_path", field="prompts")
-        folder = os.path.dirname(os.path.abspath(str(self.output_path)))
-        if not os.path.isdir(folder):
-            raise ConfigurationError.of(
-                f"task {self.task_id}: output_path", self.output_path, f"folder {folder} does not exist"
+        if not self.wait_for_completion:
+            raise ConfigurationError(
+                f"task {self.task_id}: wait_for_completion=False would leave the completions to nobody",
+                field="wait_for_completion",
             )
+        check_writable_place(f"task {self.task_id}: output_path", str(self.output_path))
         self._prompts = self._read_prompts()
         if not self._prompts:
             raise ConfigurationError.of(f"task {self.task_id}: prompts", [], "give at least one prompt")
@@ -141,38 +147,42 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
         )
 
     def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
-        from cortex_training.publication import durable
+        lines = self._lines(list(result.get("results") or []))
+        data = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()
+        write_bytes(f"task {self.task_id}: output_path", str(self.output_path), data)
+        told = {
+            "job_id": self.job_id,
+            "output_path": str(self.output_path),
+            "count": len(lines),
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        return {**told, "completions": lines} if len(data) <= int(self.xcom_max_bytes) else told
 
-        completions = list(result.get("results") or [])
+    def _lines(self, completions: Sequence[Any]) -> list[dict[str, Any]]:
         prompts = self._prompts or self._read_prompts()
         lines = []
         for index, completion in enumerate(completions):
             prompt = prompts[index] if index < len(prompts) else None
             fields = completion if isinstance(completion, Mapping) else {"text": completion}
-            lines.append(json.dumps({"prompt": prompt, **_plain(fields)}, ensure_ascii=False))
-        data = "".join(f"{line}\n" for line in lines).encode()
-        path = os.path.abspath(str(self.output_path))
-        durable.replace_whole(path, data)
-        durable.sync_folder(os.path.dirname(path))
-        return {
-            "job_id": self.job_id,
-            "output_path": str(self.output_path),
-            "count": len(completions),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
+            lines.append({"prompt": prompt, **_plain(fields)})
+        return lines
 
     def _read_prompts(self) -> list[Any]:
         if not self.prompts_path:
             return list(self.prompts or [])
+        field = f"task {self.task_id}: prompts_path"
         prompts = []
         try:
-            with open(self.prompts_path, encoding="utf-8") as file:
-                for line in file:
-                    if line.strip():
-                        value = json.loads(line)
-                        prompts.append(value["prompt"] if isinstance(value, dict) else value)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError.of(f"task {self.task_id}: prompts_path", self.prompts_path, repr(error)) from error
+            # Not splitlines: a line separator inside a JSON string is a character like any other.
+            for line in read_bytes(field, str(self.prompts_path)).decode().split("\n"):
+                if line.strip():
+                    value = json.loads(line)
+                    prompts.append(value["prompt"] if isinstance(value, dict) else value)
+        except (ValueError, KeyError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError.of(field, self.prompts_path, repr(error)) from error
         return prompts
 
 

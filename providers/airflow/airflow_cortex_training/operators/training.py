@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from airflow.sdk.exceptions import AirflowFailException
 
+from airflow_cortex_training.object_storage import read_bytes
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
 from cortex_training.errors import ConfigurationError, OutcomeUnknown
 
@@ -30,7 +30,7 @@ class CortexTrainingForwardBackwardOperator(CortexTrainingRequestOperator):
     Give exactly one of:
 
     Args:
-        frame_path: file that holds a DSSST1 frame.
+        frame_path: file that holds a DSSST1 frame: a path, or what Airflow's ``ObjectStoragePath`` opens.
         payload: readable JSON that `cortex_training.payloads` turns into a frame.
         dataset: path of a dataset's ``manifest.json``, with `step` (from 1), `micro_batch` (from 0),
             `micro_batch_size`
@@ -113,10 +113,7 @@ class CortexTrainingForwardBackwardOperator(CortexTrainingRequestOperator):
 
     def _make_frame(self) -> bytes:
         if self.frame_path:
-            try:
-                return Path(self.frame_path).read_bytes()
-            except OSError as error:
-                raise ConfigurationError.of(f"task {self.task_id}: frame_path", self.frame_path, str(error)) from error
+            return read_bytes(f"task {self.task_id}: frame_path", str(self.frame_path))
         if self.payload:
             from cortex_training.payloads import build_forward_backward_payload
 
