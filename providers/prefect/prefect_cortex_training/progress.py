@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cortex_training.training import Progress
 
 UPDATE_EVERY_S = 2.0
+LAST_SHOW_S = 5.0
 
 
 class ProgressReport:
@@ -53,7 +54,9 @@ class ProgressReport:
         with contextlib.suppress(asyncio.CancelledError):
             await self._shower
         if self._latest is not None:
-            await self._show(self._latest)
+            # The result waits behind this, and a busy server may take long.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._show(self._latest), LAST_SHOW_S)
 
     async def _show_until_cancelled(self) -> None:
         while True:
