@@ -1,4 +1,4 @@
-"""``cortex-training train PLAN.json`` with a misfortune planned for it; run as a script in a process of its own.
+"""``cortex-training train PLAN.json`` with a misfortune planned for it, in a process of its own.
 
 The environment variable ``FAULTS`` holds :class:`Orders` as JSON. The product knows nothing of this: its seams (the
 store's writes, the transport's send) are wrapped here, and each passing of a wrapped seam is a *crash point* with a
@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import wraps
@@ -178,7 +177,3 @@ def main() -> int:
     watch_the_store(points)
     watch_the_transport(points)
     return command()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

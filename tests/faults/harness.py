@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +13,12 @@ from typing import Any
 
 from cortex_training.datasets import Dataset, build_dataset
 from tests.faults.driver import Hit, Orders
+from tests.faults.nursery import Child
 from tests.faults.oracle import Evidence, Wrong, check_end, check_so_far, name_of
 from tests.faults.proxy import FaultProxy
 from tests.faults.reference import Reference, train
 
 STEPS, MICRO_BATCHES, SAVE_EVERY, PEAK_RATE = 5, 2, 2, 3e-3
-REPOSITORY = Path(__file__).parents[2]
 MAX_SEQ_LEN = 96
 
 SUB_JOBS = [
@@ -116,20 +113,15 @@ class Scene:
         }
         self._plan_file.write_text(json.dumps(plan))
 
-    def start(self, *hits: Hit, trace: Path | None = None, window_s: float = 1.0) -> subprocess.Popen[str]:
+    def start(self, *hits: Hit, trace: Path | None = None, window_s: float = 1.0) -> Child:
         orders = Orders(tuple(hits), str(trace) if trace else None, window_s, self.mistake)
-        environment = {**os.environ, "FAULTS": orders.to_environment(), "PYTHONPATH": str(REPOSITORY)}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [
-            *(sys.executable, str(Path(__file__).with_name("driver.py"))),
-            *("--base-url", self.proxy.base_url, "--database", self.service.database),
+        arguments = [
+            *("cortex-training", "--base-url", self.proxy.base_url, "--database", self.service.database),
             *("--schema", self.service.schema, "train", str(self._plan_file)),
         ]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
-        )
+        return Child(arguments, {"FAULTS": orders.to_environment()})
 
-    def wait(self, process: subprocess.Popen[str]) -> Ended:
+    def wait(self, process: Child) -> Ended:
         """The end of a driver, checked: whatever it left behind must be right already."""
         try:
             out, err = process.communicate(timeout=self.patience_s)
@@ -139,7 +131,7 @@ class Scene:
             self.check_so_far()
             raise Wrong(f"the driver was not done after {self.patience_s:g} s") from None
         self.check_so_far()
-        return Ended(process.returncode, out, err)
+        return Ended(process.wait(), out, err)
 
     def drive(self, *hits: Hit, **options: Any) -> Ended:
         return self.wait(self.start(*hits, **options))
@@ -163,18 +155,15 @@ class Scene:
         return Evidence(self.root, self.service.execution_log(), restored=self.restored)
 
 
-def wait_until_frozen(process: subprocess.Popen[str], timeout_s: float = 60.0) -> bool:
+def wait_until_frozen(process: Child, timeout_s: float = 60.0) -> bool:
     """Wait until a driver was stopped by its own SIGSTOP; False when it ended instead."""
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if found is not None:
-            return found.si_code == os.CLD_STOPPED
-        time.sleep(0.02)
-    raise Wrong("the driver did not come to the point where it was to be frozen")
+    try:
+        return process.wait_until_frozen(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise Wrong("the driver did not come to the point where it was to be frozen") from None
 
 
-def wake(process: subprocess.Popen[str]) -> None:
+def wake(process: Child) -> None:
     process.send_signal(signal.SIGCONT)
 
 
