@@ -32,6 +32,7 @@ TERMINAL_RUN_STATES = frozenset({"success", "failed"})
 _START_TIMEOUT_S = 180.0
 _SIGNAL_TIMEOUT_S = 30.0
 _GRACE_S = 8.0
+_READS = 3
 
 _LOG_FRAME = ("event", "timestamp", "level", "logger", "filename", "lineno")
 _LOG_CONTEXT = ("dag_id", "task_id", "run_id", "map_index", "try_number", "ti_id", "trigger_id")
@@ -278,14 +279,17 @@ class AirflowCluster:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of Airflow's public REST API, `path` below ``/api/v2``. Raises `ClusterError` for any answer outside
-        2xx.
+        2xx. What only reads is asked again when a busy machine lets it wait for too long.
         """
         if not self._token:
             self._token = _call("GET", f"{self.url}/auth/token")["access_token"]
         url = f"{self.url}/api/v2{path}"
         if query:
             url += "?" + urllib.parse.urlencode(query, doseq=True)
-        return _call(method, url, body, self._token)
+        for _ in range(_READS if method == "GET" else 1):
+            with contextlib.suppress(TimeoutError):
+                return _call(method, url, body, self._token)
+        raise ClusterError(f"{method} {url} was not answered{self._tail('api-server')}")
 
     def wait_for_dag(self, dag_id: str, timeout_s: float = 90.0) -> None:
         """Wait until the DAG was parsed; a DAG file that does not import is reported with its traceback."""
