@@ -45,7 +45,7 @@ for name in ("suspended", "polling"):
 GPUS = 16
 """What the local service has of each kind."""
 
-PATIENCE_S = 300.0
+PATIENCE_S = 1200.0
 
 
 class Bench:
