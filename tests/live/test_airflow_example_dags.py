@@ -123,8 +123,8 @@ def trained_checkpoint(night: Night) -> tuple[str, str]:
 
     with night.client() as client:
         job_id = client.create_job_from_body({"sub_job_configs": [training_sub_job()]})["job_id"]
-        client.wait_for_job(job_id, timeout_s=60)
-        saved = client.poll_request(job_id, client.save(job_id, None, "weights-only"), timeout_s=60)
+        client.wait_for_job(job_id, timeout_s=240)
+        saved = client.poll_request(job_id, client.save(job_id, None, "weights-only"), timeout_s=240)
         client.cancel_job(job_id)
     checkpoint = checkpoint_id(saved)
     assert checkpoint is not None
