@@ -11,8 +11,9 @@ from cortex_training.publication.errors import (
     SaveGone,
     StoreError,
 )
-from cortex_training.publication.export import download_checkpoint, export_save
+from cortex_training.publication.export import download_checkpoint
 from cortex_training.publication.frameworks import FRAMEWORKS, Framework
+from cortex_training.publication.into_store import export_save
 from cortex_training.publication.log import Epoch, PublicationLog
 from cortex_training.publication.probe import probe
 from cortex_training.publication.prune import prune

@@ -7,7 +7,6 @@ is fetched by a session that carries no credentials of ours.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -27,8 +26,7 @@ from cortex_training.proxies import checked_proxy, environment_proxy
 from cortex_training.publication import durable
 from cortex_training.publication.errors import DownloadError
 from cortex_training.publication.quiet import quiet_libraries
-from cortex_training.publication.save import MANIFEST_NAME, SavedFile, SaveManifest
-from cortex_training.publication.store import Store
+from cortex_training.publication.save import MANIFEST_NAME, SavedFile
 
 #: Called with bytes downloaded so far and bytes in all.
 Progress = Callable[[int, int], None]
@@ -43,6 +41,8 @@ _BLOCK_BYTES = 1024 * 1024
 _PARTIAL_FOLDER = ".cortex-download"
 #: Says which checkpoint the files beside it are of.
 NOTE_NAME = ".cortex-download.json"
+#: The same, of a store that can't hold half a file; see `into_store`.
+STORE_NOTE_NAME = ".cortex-export.json"
 _LINK_EXPIRED = frozenset({403, 404, 410})
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)", re.ASCII)
@@ -55,13 +55,15 @@ class ExportingClient(Protocol):
 
 
 @dataclass(frozen=True)
-class _Link:
+class Link:
+    """A file of a checkpoint; `url` is a secret, and not in its representation."""
+
     filename: str
     url: str
     size: int
 
     def __repr__(self) -> str:
-        return f"_Link({self.filename!r}, size={self.size})"
+        return f"Link({self.filename!r}, size={self.size})"
 
 
 class _TryAgain(Exception):
@@ -109,37 +111,6 @@ def download_checkpoint(
             ) from problem
 
 
-def export_save(
-    client: ExportingClient,
-    store: Store,
-    save: str,
-    manifest: SaveManifest,
-    progress: Progress | None = None,
-    *,
-    proxy: str | None = None,
-    ca_bundle: str | None = None,
-) -> SaveManifest:
-    """Bring a weights-only checkpoint into the folder `save` of a root, its manifest last; the manifest with its files.
-
-    Called again after a crash it goes on with what is there (in a bucket: begins anew). What remains is to publish it.
-    Raises what :func:`download_checkpoint` raises, and StoreError.
-    """
-    with store.staged(save) as folder:
-        files = download_checkpoint(
-            client,
-            manifest.job_id,
-            manifest.checkpoint_id,
-            folder,
-            progress,
-            created_at=manifest.created_at,
-            proxy=proxy,
-            ca_bundle=ca_bundle,
-        )
-    complete = dataclasses.replace(manifest, files=tuple(files))
-    complete.write(store, save)
-    return complete
-
-
 class _Download:
     def __init__(
         self,
@@ -161,7 +132,7 @@ class _Download:
         self._partial_folder = os.path.join(folder, _PARTIAL_FOLDER)
         self._proxy = proxy
         self._progress = progress
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._done = 0
 
     def run(self) -> list[SavedFile]:
@@ -193,8 +164,8 @@ class _Download:
         durable.replace_whole(path, note)
         durable.sync_folder(self._folder)
 
-    def _export(self) -> dict[str, _Link]:
-        return _read_links(self._client.export_checkpoint(self._job_id, self._checkpoint_id), self._what)
+    def _export(self) -> dict[str, Link]:
+        return read_links(self._client.export_checkpoint(self._job_id, self._checkpoint_id), self._what)
 
     @property
     def _what(self) -> str:
@@ -245,7 +216,7 @@ class _Download:
             )
         self._links = links
 
-    def _receive(self, partial: _Partial, link: _Link) -> str:
+    def _receive(self, partial: _Partial, link: Link) -> str:
         """One try: hash what is there, ask for the rest, append it."""
         have = partial.size()
         if have > link.size:
@@ -266,7 +237,7 @@ class _Download:
         partial.sync()
         return digest.hexdigest()
 
-    def _request(self, link: _Link, have: int, validator: str) -> requests.Response:
+    def _request(self, link: Link, have: int, validator: str) -> requests.Response:
         headers = {"Range": f"bytes={have}-"} if have else {}
         if have and validator:
             headers["If-Range"] = validator
@@ -284,7 +255,7 @@ class _Download:
             closing.pop_all()
         return response
 
-    def _check(self, response: requests.Response, link: _Link, have: int) -> None:
+    def _check(self, response: requests.Response, link: Link, have: int) -> None:
         status = response.status_code
         if status in _LINK_EXPIRED:
             raise _Expired(f"the link was refused with status {status}")
@@ -301,7 +272,7 @@ class _Download:
         if status != 200:
             raise DownloadError(f"download {link.filename!r} of {self._what}: the store answered status {status}")
 
-    def _append(self, partial: _Partial, response: requests.Response, link: _Link, digest: _Digest, have: int) -> None:
+    def _append(self, partial: _Partial, response: requests.Response, link: Link, digest: _Digest, have: int) -> None:
         try:
             with open(partial.path, "ab") as file:
                 for block in response.iter_content(_BLOCK_BYTES):
@@ -364,12 +335,12 @@ class _Partial:
             os.fsync(file.fileno())
 
 
-def _read_links(reply: Mapping[str, Any], what: str) -> dict[str, _Link]:
+def read_links(reply: Mapping[str, Any], what: str) -> dict[str, Link]:
     """The files of an export reply by name. Raises ProtocolError naming the file, or the field, that is refused."""
     files = reply.get("files") if isinstance(reply, Mapping) else None
     if not isinstance(files, list) or not files:
         raise ProtocolError(f"export {what}: the reply lists no files")
-    links: dict[str, _Link] = {}
+    links: dict[str, Link] = {}
     for file in files:
         filename, url, size = (
             (file.get(key) for key in ("filename", "url", "size_bytes")) if isinstance(file, Mapping) else (None,) * 3
@@ -380,7 +351,7 @@ def _read_links(reply: Mapping[str, Any], what: str) -> dict[str, _Link]:
             filename = safe_relative(filename)
         except ValueError as problem:
             raise ProtocolError(f"export {what}: file name {filename!r} is refused: {problem}") from None
-        if filename.split("/")[0] in (_PARTIAL_FOLDER, NOTE_NAME, MANIFEST_NAME):
+        if filename.split("/")[0] in (_PARTIAL_FOLDER, NOTE_NAME, STORE_NOTE_NAME, MANIFEST_NAME):
             raise ProtocolError(f"export {what}: file name {filename!r} is refused: it is used by the download itself")
         if filename in links:
             raise ProtocolError(f"export {what}: file {filename!r} is listed twice")
@@ -388,7 +359,7 @@ def _read_links(reply: Mapping[str, Any], what: str) -> dict[str, _Link]:
             raise ProtocolError(f"export {what}: file {filename!r} has size_bytes {size!r}")
         if not isinstance(url, str) or not url.lower().startswith(("https://", "http://")):
             raise ProtocolError(f"export {what}: file {filename!r} has no http(s) link")
-        links[filename] = _Link(filename, url, size)
+        links[filename] = Link(filename, url, size)
     return links
 
 

@@ -94,24 +94,26 @@ class S3Store:
             raise
 
     def exists(self, name: str) -> bool:
+        return self.size(name) is not None
+
+    def size(self, name: str) -> int | None:
         try:
-            self._request("head_object", name)
-            return True
+            return int(self._request("head_object", name)["ContentLength"])
         except Refused as refusal:
             if refusal.status == 404:
-                return False
+                return None
             # A refused HEAD has no body, so no code: ask so that the store can say why, and credentials be renewed.
             if refusal.status not in (400, 403):
                 raise
         try:
-            self._request("get_object", name, Range="bytes=0-0")
-            return True
+            first_byte = self._request("get_object", name, Range="bytes=0-0")
+            return int(str(first_byte["ContentRange"]).rpartition("/")[2])
         except Refused as refusal:
             if refusal.code == "NoSuchKey":
-                return False
+                return None
             # An empty object has no first byte.
             if refusal.status == 416:
-                return True
+                return 0
             raise
 
     def listing(self, folder: str) -> Listing:

@@ -56,6 +56,9 @@ class Store(Protocol):
     def exists(self, name: str) -> bool:
         """Whether there is a record of this name."""
 
+    def size(self, name: str) -> int | None:
+        """How many bytes a record, or a file of a save, has; None when it is not there."""
+
     def listing(self, folder: str) -> Listing:
         """Everything directly in a folder; empty when the folder is not there."""
 
@@ -145,7 +148,11 @@ class PosixStore:
         return data
 
     def exists(self, name: str) -> bool:
-        return stat.S_ISREG(self._mode(self.locate(name)))
+        return self.size(name) is not None
+
+    def size(self, name: str) -> int | None:
+        found = self._found(self.locate(name))
+        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
 
     def listing(self, folder: str) -> Listing:
         path = self.locate(folder)
@@ -167,7 +174,8 @@ class PosixStore:
         return [name for name in self.listing(folder).files if not name.startswith(durable.TEMPORARY)]
 
     def holds_save(self, name: str) -> bool:
-        return stat.S_ISDIR(self._mode(self.locate(name)))
+        found = self._found(self.locate(name))
+        return found is not None and stat.S_ISDIR(found.st_mode)
 
     def longest_name(self, folder: str) -> int:
         return 255
@@ -198,13 +206,13 @@ class PosixStore:
         # Calls of the file system can't be given a limit.
         return self
 
-    def _mode(self, path: str) -> int:
-        """The mode of what is at a path, 0 for nothing. A disk that does not answer is an error and not "nothing"."""
+    def _found(self, path: str) -> os.stat_result | None:
+        """What is at a path, None for nothing. A disk that does not answer is an error and not "nothing"."""
         try:
-            return os.stat(path).st_mode
+            return os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             self._require_root()
-            return 0
+            return None
         except OSError as problem:
             _refused("look at", path, problem)
 

@@ -14,7 +14,6 @@ import pytest
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 from airflow.sdk.io import attach
 
-from airflow_cortex_training import file_by_file
 from airflow_cortex_training.object_storage import ObjectFolder
 from airflow_cortex_training.operators.checkpoints import (
     CortexTrainingDeleteCheckpointOperator,
@@ -30,7 +29,7 @@ from airflow_cortex_training.roots import open_log, open_root
 from airflow_cortex_training.sensors.publication import CortexTrainingCheckpointPublishedSensor
 from cortex_training.client import CortexTrainingClient
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import PublicationLog, SaveManifest
+from cortex_training.publication import PublicationLog, SaveManifest, into_store
 from tests.airflow.test_operators import TRAINING
 
 
@@ -182,7 +181,7 @@ class TestExportToObjectStorage:
             place = {"path": "memory://models/resumed"}
         fetched: list[str] = []
         dies_at: list[int] = [2]
-        original = file_by_file.download_checkpoint
+        original = into_store.download_checkpoint
 
         def watched(client: Any, *arguments: Any, **options: Any) -> Any:
             if len(fetched) in dies_at:
@@ -192,7 +191,7 @@ class TestExportToObjectStorage:
             fetched.extend(file.path for file in files)
             return files
 
-        monkeypatch.setattr(file_by_file, "download_checkpoint", watched)
+        monkeypatch.setattr(into_store, "download_checkpoint", watched)
         run = task_run("export")
         with pytest.raises(OSError, match="died"):
             run.execute(export(service_connection, saved, **place))

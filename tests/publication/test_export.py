@@ -379,3 +379,36 @@ def test_an_exported_save_has_its_manifest_last(server: LinkServer, store: Store
     later = dataclasses.replace(manifest, created_at="2026-07-21T19:05:00Z")
     for file in export_save(server, store, "exec/a/cp_1", later).files:
         assert store.read(f"exec/a/cp_1/{file.path}") == server.files[file.path]
+
+
+def test_a_bucket_keeps_what_it_holds_whole(server: LinkServer, s3_store: Store) -> None:
+    manifest, save = SaveManifest("job", "cp_1", "weights-only", 12), "exec/a/cp_1"
+    server.answers = [None, *[500] * 5]
+    with pytest.raises(DownloadError):
+        export_save(server, s3_store, save, manifest)
+    fetched = len(server.requests)
+    export_save(server, s3_store, save, manifest)
+    # The small files are there, the large one is missing.
+    assert len(server.requests) == fetched + 1
+    assert export_save(server, s3_store, save, manifest).files
+    assert len(server.requests) == fetched + 1
+    # Of another length than the note says: somebody wrote there.
+    s3_store.write(f"{save}/deep/config.json", b"{}")
+    export_save(server, s3_store, save, manifest)
+    assert len(server.requests) == fetched + 2
+    assert s3_store.read(f"{save}/deep/config.json") == server.files["deep/config.json"]
+
+
+def test_progress_into_a_bucket_is_that_of_the_whole_checkpoint(server: LinkServer, s3_store: Store) -> None:
+    told: list[tuple[int, int]] = []
+    export_save(
+        server,
+        s3_store,
+        "exec/a/cp_1",
+        SaveManifest("job", "cp_1", "weights-only", 12),
+        lambda done, total: told.append((done, total)),
+    )
+    total = sum(len(data) for data in server.files.values())
+    assert {total} == {of for _, of in told}
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (total, total)

@@ -42,6 +42,7 @@ def test_read_and_exists_tell_what_is_missing(store: Store) -> None:
     assert not store.exists("journal/7")
     store.write("journal/7", b"")
     assert store.exists("journal/7")
+    assert (store.size("journal/7"), store.size("journal/8")) == (0, None)
 
 
 def test_write_replaces_and_remove_is_repeatable(store: Store) -> None:

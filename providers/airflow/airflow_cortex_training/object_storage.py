@@ -98,11 +98,14 @@ class ObjectFolder:
     def locate(self, name: str) -> str:
         return str(self._at(name))
 
-    def exists(self, name: str) -> bool:
+    def size(self, name: str) -> int | None:
         path = self._at(name)
         # Listings are cached by the file system; what another try wrote must be seen.
         path.fs.invalidate_cache()
-        return bool(path.fs.exists(path.path))
+        try:
+            return int(path.fs.size(path.path))
+        except FileNotFoundError:
+            return None
 
     def read(self, name: str) -> bytes:
         path = self._at(name)
@@ -114,7 +117,8 @@ class ObjectFolder:
 
     def remove(self, name: str) -> None:
         path = self._at(name)
-        path.fs.rm_file(path.path)
+        with contextlib.suppress(FileNotFoundError):
+            path.fs.rm_file(path.path)
 
     @contextlib.contextmanager
     def staged(self, save: str) -> Iterator[str]:
@@ -137,10 +141,9 @@ class ObjectFolder:
             # Storage with real folders. Asked for only then: in a bucket it would need the right to look at buckets.
             path.fs.makedirs(path.fs._parent(path.path), exist_ok=True)
             path.fs.put_file(source, path.path)
-        path.fs.invalidate_cache()
-        size, wanted = path.fs.size(path.path), os.path.getsize(source)
+        size, wanted = self.size(name), os.path.getsize(source)
         if size != wanted:
-            raise StoreError(f"upload {self.locate(name)}: {size} bytes are there, {wanted} were sent; try again")
+            raise StoreError(f"upload {self.locate(name)}: {size or 0} bytes are there, {wanted} were sent; try again")
 
     def _at(self, name: str) -> ObjectStoragePath:
         from cortex_training.publication.store import checked_name

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_cortex_training.durable import DurableRecord
 from airflow_cortex_training.failures import clear_failures
-from airflow_cortex_training.file_by_file import export_file_by_file
 from airflow_cortex_training.links import (
     CortexTrainingCheckpointLink,
     CortexTrainingJobLink,
@@ -205,16 +204,13 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
         self, client: CortexTrainingClient, settings: ConnectionSettings, manifest: SaveManifest, context: Context
     ) -> dict[str, Any]:
         from cortex_training.paths import safe_relative
-        from cortex_training.publication import PosixStore, export_save
+        from cortex_training.publication import export_save
 
         log = open_log(str(self.root), self.credentials)
         epoch = claimed_epoch(DurableRecord(context), log, context)
         save = f"exec/{attempt_id(context)}-e{epoch}/{safe_relative(self.checkpoint_id)}"
         way = {"proxy": settings.proxy, "ca_bundle": settings.ca_bundle}
-        if isinstance(log.store, PosixStore):
-            manifest = export_save(client, log.store, save, manifest, self._progress(), **way)
-        else:
-            manifest = export_file_by_file(client, log.store, save, manifest, self._progress(), **way)
+        manifest = export_save(client, log.store, save, manifest, self._progress(), **way)
         return {"save": save, "epoch": epoch, "path": log.store.locate(save), **_sizes(manifest)}
 
     def _to_path(
@@ -226,13 +222,9 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
         parent, _, leaf = str(self.path).rstrip("/").rpartition("/")
         if not parent or not leaf:
             raise ConfigurationError.of(field, self.path, "give a folder inside a bucket or a directory")
-        if is_url(parent):
-            folder = ObjectFolder(field, parent)
-            manifest = export_file_by_file(client, folder, leaf, manifest, self._progress(), **way)
-            return {"path": folder.locate(leaf), **_sizes(manifest)}
-        store = PosixStore(local_path(parent))
-        manifest = export_save(client, store, leaf, manifest, self._progress(), **way)
-        return {"path": store.locate(leaf), **_sizes(manifest)}
+        place = ObjectFolder(field, parent) if is_url(parent) else PosixStore(local_path(parent))
+        manifest = export_save(client, place, leaf, manifest, self._progress(), **way)
+        return {"path": place.locate(leaf), **_sizes(manifest)}
 
     def _manifest(self, listed: Mapping[str, Any]) -> SaveManifest:
         from cortex_training.publication import SaveManifest

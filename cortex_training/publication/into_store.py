@@ -1,7 +1,9 @@
-"""Bringing a checkpoint into a place that can't hold half a file: each file is downloaded whole, then put there.
+"""Bringing a weights-only checkpoint of the service into a store, as a save that can be published.
 
-A note in the place says of which checkpoint its files are and which are whole, with their SHA-256. A try that died
-is gone on with at the first file that is not in it; the checkpoint's manifest is written last.
+A directory holds partial files, so a try that died is gone on with in the middle of one. A bucket can't: each file is
+downloaded whole, then put there. A note in the bucket says of which checkpoint its files are and which are whole, with
+their SHA-256; a try that died is gone on with at the first file that is not in it, or is not there in that size.
+Either way the save's manifest is written last.
 """
 
 from __future__ import annotations
@@ -13,70 +15,92 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from cortex_training.errors import ProtocolError
-from cortex_training.paths import safe_relative
-from cortex_training.publication import DownloadError, SavedFile, SaveManifest, download_checkpoint
-from cortex_training.publication.save import MANIFEST_NAME
-
-NOTE_NAME = ".cortex-export.json"
-
-Progress = Callable[[int, int], None]
+from cortex_training.publication.errors import DownloadError
+from cortex_training.publication.export import (
+    STORE_NOTE_NAME,
+    ExportingClient,
+    Progress,
+    download_checkpoint,
+    read_links,
+)
+from cortex_training.publication.save import MANIFEST_NAME, SavedFile, SaveManifest
+from cortex_training.publication.store import PosixStore
 
 
 class Place(Protocol):
-    """A store of publications that is a bucket, or a folder of object storage."""
+    """What is asked of a store: that of publications, or any other place for files."""
 
-    def exists(self, name: str) -> bool: ...
+    def size(self, name: str) -> int | None: ...
     def read(self, name: str) -> bytes: ...
     def write(self, name: str, data: bytes) -> None: ...
     def remove(self, name: str) -> None: ...
     def staged(self, save: str) -> AbstractContextManager[str]: ...
 
 
-class Exporting(Protocol):
-    def export_checkpoint(self, job_id: str, checkpoint_id: str) -> Mapping[str, Any]: ...
+Fetch = Callable[[ExportingClient, str, Progress | None], list[SavedFile]]
 
 
-def export_file_by_file(
-    client: Exporting,
+def export_save(
+    client: ExportingClient,
     place: Place,
     save: str,
     manifest: SaveManifest,
-    progress: Progress,
+    progress: Progress | None = None,
     *,
     proxy: str | None = None,
     ca_bundle: str | None = None,
 ) -> SaveManifest:
-    """Download the checkpoint that `manifest` names into `save` of `place`, its manifest last; returns it with files.
+    """Bring the checkpoint that `manifest` names into the folder `save`, its manifest last; returns it with its files.
 
-    Raises what `download_checkpoint` and the place raise. Needs room for the largest file in the temporary folder.
+    Called again after a crash it goes on with what is there: in a directory in the middle of a file, in a bucket with
+    the first file that is not there whole. The temporary folder needs room for the largest file of a bucket's save.
+    What remains is to publish it. Raises what :func:`download_checkpoint` raises, and StoreError.
     """
+
+    def fetch(client: ExportingClient, folder: str, progress: Progress | None) -> list[SavedFile]:
+        return download_checkpoint(
+            client,
+            manifest.job_id,
+            manifest.checkpoint_id,
+            folder,
+            progress,
+            created_at=manifest.created_at,
+            proxy=proxy,
+            ca_bundle=ca_bundle,
+        )
+
+    if isinstance(place, PosixStore):
+        with place.staged(save) as folder:
+            files = fetch(client, folder, progress)
+    else:
+        files = _file_by_file(client, place, save, manifest, fetch, progress or _untold)
+    complete = dataclasses.replace(manifest, files=tuple(files))
+    place.write(f"{save}/{MANIFEST_NAME}", complete.to_bytes())
+    return complete
+
+
+def _file_by_file(
+    client: ExportingClient, place: Place, save: str, manifest: SaveManifest, fetch: Fetch, progress: Progress
+) -> list[SavedFile]:
     links = _Links(client, manifest.job_id, manifest.checkpoint_id)
     note = _Note(place, save, manifest)
-    if not note.files and place.exists(f"{save}/{MANIFEST_NAME}"):
-        # Another checkpoint was here. Its manifest must not vouch for a mix of its files and ours.
+    if not note.files:
+        # Another checkpoint may have been here. Its manifest must not vouch for a mix of its files and ours.
         place.remove(f"{save}/{MANIFEST_NAME}")
     total, before = sum(links.sizes.values()), 0
     for filename, size in sorted(links.sizes.items()):
         if not note.holds(filename, size):
             with place.staged(save) as folder:
-                (saved,) = download_checkpoint(
-                    links.only(filename),
-                    manifest.job_id,
-                    manifest.checkpoint_id,
-                    folder,
-                    functools.partial(_advance, progress, before, total),
-                    created_at=manifest.created_at,
-                    proxy=proxy,
-                    ca_bundle=ca_bundle,
-                )
+                (saved,) = fetch(links.only(filename), folder, functools.partial(_advance, progress, before, total))
             # Only now: the file is in the place when its folder has been left.
             note.add(saved)
         before += size
         progress(before, total)
-    complete = dataclasses.replace(manifest, files=tuple(note.files[filename] for filename in sorted(links.sizes)))
-    place.write(f"{save}/{MANIFEST_NAME}", complete.to_bytes())
-    return complete
+    return [note.files[filename] for filename in sorted(links.sizes)]
+
+
+def _untold(done: int, total: int) -> None:
+    """Progress that nobody asked for."""
 
 
 def _advance(progress: Progress, before: int, total: int, done: int, _of_this_file: int) -> None:
@@ -86,12 +110,13 @@ def _advance(progress: Progress, before: int, total: int, done: int, _of_this_fi
 class _Links:
     """The links to a checkpoint's files, asked for once, and again when one of them is refused."""
 
-    def __init__(self, client: Exporting, job_id: str, checkpoint_id: str) -> None:
+    def __init__(self, client: ExportingClient, job_id: str, checkpoint_id: str) -> None:
         self._client = client
         self._job_id = job_id
         self._checkpoint_id = checkpoint_id
         self._reply = self._export()
-        self.sizes = self._sizes()
+        links = read_links(self._reply, f"checkpoint {checkpoint_id} of job {job_id}")
+        self.sizes = {filename: link.size for filename, link in links.items()}
 
     def only(self, filename: str) -> _OneFile:
         return _OneFile(self, filename)
@@ -104,29 +129,11 @@ class _Links:
                 return {**self._reply, "files": [file]}
         raise DownloadError(
             f"download {filename!r} of checkpoint {self._checkpoint_id} of job {self._job_id}: the checkpoint changed "
-            "while it was being downloaded; clear the task to start again"
+            "while it was being downloaded; delete what was downloaded and start again"
         )
 
     def _export(self) -> Mapping[str, Any]:
         return self._client.export_checkpoint(self._job_id, self._checkpoint_id)
-
-    def _sizes(self) -> dict[str, int]:
-        what = f"export checkpoint {self._checkpoint_id} of job {self._job_id}"
-        sizes: dict[str, int] = {}
-        for file in self._reply.get("files") or ():
-            filename, size = file.get("filename"), file.get("size_bytes")
-            if not isinstance(filename, str) or not isinstance(size, int) or filename in sizes:
-                raise ProtocolError(f"{what}: the reply lists {filename!r} of {size!r} bytes")
-            try:
-                safe_relative(filename)
-            except ValueError as problem:
-                raise ProtocolError(f"{what}: file name {filename!r} is refused: {problem}") from None
-            if filename in (NOTE_NAME, MANIFEST_NAME):
-                raise ProtocolError(f"{what}: file name {filename!r} is refused: it is used by the export itself")
-            sizes[filename] = size
-        if not sizes:
-            raise ProtocolError(f"{what}: the reply lists no files")
-        return sizes
 
 
 class _OneFile:
@@ -157,7 +164,7 @@ class _Note:
 
     def holds(self, filename: str, size: int) -> bool:
         known = self.files.get(filename)
-        return known is not None and known.size == size and self._place.exists(f"{self._save}/{filename}")
+        return known is not None and known.size == size == self._place.size(f"{self._save}/{filename}")
 
     def add(self, saved: SavedFile) -> None:
         self.files[saved.path] = saved
@@ -166,7 +173,7 @@ class _Note:
 
     @property
     def _name(self) -> str:
-        return f"{self._save}/{NOTE_NAME}"
+        return f"{self._save}/{STORE_NOTE_NAME}"
 
     def _read(self) -> dict[str, SavedFile]:
         """The files of this checkpoint; none when the note is of another one, or unreadable."""
