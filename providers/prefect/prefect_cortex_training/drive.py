@@ -121,7 +121,9 @@ class Drive:
         except ObjectNotFound:
             driven.stop.set()
             return
-        await driven.keep(self.name)
+        if not await driven.keep(self.name):
+            self._logger.info("flow run %s has another driver", driven.flow_run_id)
+            driven.stop.set()
         if state is not None and state.is_final() and not driven.stop.is_set():
             self._logger.info("flow run %s is %s: its training stops", driven.flow_run_id, state.name)
             driven.stop.set()
@@ -183,10 +185,17 @@ class _Driven:
         await asyncio.sleep(_RIVALS_S)
         return str((await self._labels.read()).get(self._key, "")).startswith(f"{name} ")
 
-    async def keep(self, name: str) -> None:
-        """Say that the run is still driven here, every 20 seconds at most."""
+    async def keep(self, name: str) -> bool:
+        """Say that the run is still driven here, every 20 seconds at most; False when it is another driver's.
+
+        Two that claimed at the same moment both began. The one that the label does not name goes, or they would take
+        the run from each other without end.
+        """
+        if not _is_free(await self._labels.read(), self._training, name):
+            return False
         if time.monotonic() - self._said > _CLAIM_EVERY_S:
             await self._say(name)
+        return True
 
     async def _say(self, name: str) -> None:
         await self._labels.write({self._key: f"{name} {time.time():.0f}"})

@@ -49,8 +49,8 @@ def test_two_flow_runs_train_in_drivers_and_their_processes_are_gone(live: Live,
             entry = PublicationLog(plan["root"]).latest()
             assert entry is not None
             assert entry.step == 6
-            # They may meet at its beginning, once; they never fight over it.
-            assert takeovers(plan["root"]) <= 2
+            # They may meet at its beginning, and then one of them goes; they never fight over it.
+            assert takeovers(plan["root"]) <= 3
         wait_until(lambda: has_begun(endless["root"]), "the training")
         wait_until(lambda: len(steps_of(cortex, job_of(endless["root"]))) > 2, "three steps")
         with get_client(sync_client=True) as client:
