@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,13 +54,25 @@ class Source(Protocol):
         """The fields found there. Raises NoAnswer, or CredentialsError when the source is there but wrong."""
 
 
+_kinds_of_hosts: dict[str, Callable[[str], Source]] = {}
+
+
+def add_kind(kind: str, source: Callable[[str], Source]) -> None:
+    """Let a host that keeps credentials itself (Airflow's connections) be named in every list of this process.
+
+    `source` makes the source from its location. What is resolved later, in a training run for example, finds it too.
+    """
+    _kinds_of_hosts[kind] = source
+
+
 def parse_sources(text: str) -> list[Source]:
     """Read a list ``kind:location,kind:location``. Raises CredentialsError naming the part that is refused."""
     sources: list[Source] = []
+    kinds = ", ".join(("secret", "file", "vault", *_kinds_of_hosts))
     for spelled in text.split(","):
         kind, colon, location = spelled.partition(":")
         if not colon or not location or spelled != spelled.strip():
-            raise CredentialsError(f"credentials: {spelled!r} is not kind:location; kinds are secret, file and vault")
+            raise CredentialsError(f"credentials: {spelled!r} is not kind:location; kinds are {kinds}")
         if kind == "secret":
             sources.append(MountedSecret(location))
         elif kind == "file":
@@ -69,10 +81,10 @@ def parse_sources(text: str) -> list[Source]:
             from cortex_training.publication.vault import parse_vault_location
 
             sources.append(parse_vault_location(location))
+        elif kind in _kinds_of_hosts:
+            sources.append(_kinds_of_hosts[kind](location))
         else:
-            raise CredentialsError(
-                f"credentials: kind {kind!r} of {spelled!r} is unknown; kinds are secret, file and vault"
-            )
+            raise CredentialsError(f"credentials: kind {kind!r} of {spelled!r} is unknown; kinds are {kinds}")
     return sources
 
 

@@ -40,6 +40,7 @@ def cortex_training_job(
     schema: str | None = None,
     endpoint: str | None = None,
     root: str | None = None,
+    credentials: str | None = None,
     wait_timeout_s: float = 86_400.0,
     deferrable: bool | None = None,
     **create: Any,
@@ -60,6 +61,7 @@ def cortex_training_job(
         sub_jobs: as in `CortexTrainingCreateJobOperator`.
         conn_id, database, schema, endpoint: for all three tasks.
         root: root of a training run inside the block: its teardown cancels replacements of the job as well.
+        credentials: for a root in a bucket, as the training plan has it.
         wait_timeout_s: how long to wait for the job to run, over retries.
         deferrable: wait in the triggerer; default is Airflow's ``[operators] default_deferrable``.
         **create: further arguments of `CortexTrainingCreateJobOperator`.
@@ -77,7 +79,7 @@ def cortex_training_job(
             **where,
         )
         cancelling = CortexTrainingCancelJobOperator(
-            task_id="cancel_job", job_id=creating.job_id_output, root=root, **where
+            task_id="cancel_job", job_id=creating.job_id_output, root=root, credentials=credentials, **where
         )
         creating.as_setup() >> waiting.as_setup()
         cancelling.as_teardown(setups=[creating, waiting])

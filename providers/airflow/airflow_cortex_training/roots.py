@@ -16,10 +16,10 @@ from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.sdk.log import mask_secret
 
 from cortex_training.errors import ConfigurationError
+from cortex_training.publication.credentials import NoAnswer, add_kind
 
 if TYPE_CHECKING:
     from cortex_training.publication import PublicationLog, Store
-    from cortex_training.publication.credentials import Source
 
 AIRFLOW_KIND = "airflow"
 
@@ -34,7 +34,7 @@ def open_root(root: str, credentials: str | None = None) -> Store:
 
     if not isinstance(root, str) or not root.strip():
         raise ConfigurationError.of("root", root, "give a directory or s3://BUCKET/PREFIX")
-    return open_store(root.strip(), None if credentials is None else _sources(credentials))
+    return open_store(root.strip(), credentials)
 
 
 def open_log(root: str, credentials: str | None = None) -> PublicationLog:
@@ -55,8 +55,6 @@ class AirflowConnection:
         return f"{AIRFLOW_KIND}:{self.conn_id}"
 
     def fields(self) -> Mapping[str, str]:
-        from cortex_training.publication.credentials import NoAnswer
-
         try:
             connection = BaseHook.get_connection(self.conn_id)
         except AirflowNotFoundException:
@@ -75,17 +73,8 @@ class AirflowConnection:
         return {name: str(value) for name, value in found.items() if value}
 
 
-def _sources(credentials: str) -> list[Source]:
-    from cortex_training.publication.credentials import parse_sources
-
-    sources: list[Source] = []
-    for spelled in credentials.split(","):
-        kind, _, location = spelled.strip().partition(":")
-        if kind == AIRFLOW_KIND and location:
-            sources.append(AirflowConnection(location))
-        else:
-            sources += parse_sources(spelled.strip())
-    return sources
+# Here, so that a training plan may name a connection too, wherever an operator or a trigger of this package runs.
+add_kind(AIRFLOW_KIND, AirflowConnection)
 
 
 def _endpoint(extra: Mapping[str, Any]) -> Any:

@@ -10,13 +10,14 @@ import asyncio
 import json
 import os
 import time
-from pathlib import Path
 
+from airflow_cortex_training import roots
 from airflow_cortex_training.connection import ConnectionSettings
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import PosixStore
+from cortex_training.publication import RootError
 from cortex_training.training import TrainingPlan, status
 from cortex_training.training.journal import Record, read_journal
+from cortex_training.training.root import RUN_FILE, is_bucket, open_root
 from cortex_training.training.state import replay
 from cortex_training.training.teardown import ENDED
 
@@ -41,99 +42,126 @@ def write_plan(plan: TrainingPlan, attempt: str, nonce: str) -> None:
 
     Raises `ConfigurationError` when the root can't be made or written.
     """
-    from cortex_training.training.root import open_root
-
-    store = open_root(plan.root)
+    store = open_root(plan.root, plan.credentials)
     document = {"v": _VERSION, "nonce": nonce, "plan": plan.to_dict()}
     store.write(_name(attempt), json.dumps(document, sort_keys=True, indent=1).encode())
 
 
-def read_plan(root: str, attempt: str, nonce: str) -> TrainingPlan:
-    """The plan that the worker left. Raises `RootNotVisible` or `PlanReplaced`."""
-    found, plan = _written_plan(root, attempt)
+def read_plan(root: str, attempt: str, nonce: str, credentials: str | None = None) -> TrainingPlan:
+    """The plan that the worker left. Raises `RootNotVisible` or `PlanReplaced`, and for a bucket what its store raises.
+
+    `credentials`, here and below, is the plan's: a list ``kind:location,…`` for roots in a bucket.
+    """
+    found, plan = _written_plan(root, attempt, credentials)
     if found != nonce:
         raise PlanReplaced(f"{root}/{_name(attempt)} belongs to another try of the task")
     return plan
 
 
-def _written_plan(root: str, attempt: str) -> tuple[str, TrainingPlan]:
+def _written_plan(root: str, attempt: str, credentials: str | None) -> tuple[str, TrainingPlan]:
     """The nonce and the plan of the latest try. Raises `RootNotVisible`."""
-    path = Path(root) / _name(attempt)
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(roots.open_root(root, credentials).read(_name(attempt)))
         nonce, plan = document["nonce"], document["plan"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, RootError, ValueError, KeyError, TypeError) as error:
         raise RootNotVisible(
-            f"root {root} not visible from the triggerer ({type(error).__name__} at {path}): use a shared path or s3://"
-            " that workers and triggerers see under the same name, or deferrable=False",
+            f"root {root} not visible from the triggerer ({type(error).__name__} at {root}/{_name(attempt)}): use a "
+            "shared path or s3:// that workers and triggerers see under the same name, or deferrable=False",
             field="plan.root",
         ) from error
     return nonce, TrainingPlan.from_dict(plan)
 
 
 def was_begun(root: str) -> bool:
-    """Whether a run has left anything in `root`.
+    """Whether a run may have left anything in `root`; of a bucket only its store can tell.
 
     Raises `ConfigurationError` when not even the folder around it is there: that is a file system which is not mounted,
     and its run may well have jobs.
     """
+    if is_bucket(root):
+        return True
     parent = os.path.dirname(os.path.abspath(root))
     if not os.path.isdir(parent):
         raise ConfigurationError.of("root", root, f"its folder {parent} does not exist here; mount it, then try again")
     return os.path.isdir(os.path.join(root, "journal"))
 
 
-def is_over(root: str, steps: int) -> bool:
-    """Whether the run at `root` has trained all `steps`, or diverged: going on would do nothing."""
+def is_over(plan: TrainingPlan) -> bool:
+    """Whether the run in the plan's root has trained all steps of the plan, or diverged for good: going on would do
+    nothing. One that used up its budget is not over: a larger one goes on.
+    """
     try:
-        state = status(root).state
-    except FileNotFoundError:
+        state = status(plan.root, plan.credentials).state
+    except (FileNotFoundError, RootError):
         return False
-    return state.finished_steps >= steps or bool(state.diverged)
+    if state.diverged is not None:
+        return plan.divergence.action != "rollback" or state.rollbacks >= plan.divergence.max_rollbacks
+    return state.finished_steps > 0 and state.finished_steps >= _steps(plan)
 
 
-def is_let_go(root: str, attempt: str) -> bool:
+def _steps(plan: TrainingPlan) -> int:
+    """How many steps the plan asks for; what is given in passes only the data can tell."""
+    if plan.passes is None:
+        return plan.steps
+    from cortex_training.datasets import Dataset
+
+    batches = Dataset.open(plan.dataset, verify=False).batches(
+        plan.micro_batch_size, plan.micro_batches_per_step, plan.seed
+    )
+    return plan.with_steps(batches.steps_per_pass).steps
+
+
+def is_let_go(root: str, attempt: str, credentials: str | None = None) -> bool:
     """Whether the run at `root` waits for a driver: the last one released it, or has been silent for very long."""
-    records = read_journal(PosixStore(root))
+    records = read_journal(roots.open_root(root, credentials))
     if not records or records[-1].body.get("info") == ENDED:
         return False
-    return records[-1].type == "released" or time.time() - records[-1].at > _longest_silence_s(records, root, attempt)
+    if records[-1].type == "released":
+        return True
+    return time.time() - records[-1].at > _longest_silence_s(records, root, attempt, credentials)
 
 
-def _longest_silence_s(records: list[Record], root: str, attempt: str) -> float:
+def _longest_silence_s(records: list[Record], root: str, attempt: str, credentials: str | None) -> float:
     """A segment without operations waits for its GPUs, and writes nothing until it has them."""
     segment = replay(records).current
     if segment is not None and segment.operations:
         return SILENT_S
     try:
-        return SILENT_S + _written_plan(root, attempt)[1].running_timeout_s
+        return SILENT_S + _written_plan(root, attempt, credentials)[1].running_timeout_s
     except ConfigurationError:
         # Whoever takes over needs the plan too, and says what is wrong with it.
         return SILENT_S
 
 
-def end_run(settings: ConnectionSettings, root: str) -> list[str]:
+def end_run(settings: ConnectionSettings, root: str, credentials: str | None = None) -> list[str]:
     """Cancel every job in the journal of the run at `root`, and see to it that nobody creates another one.
 
     Returns the jobs that were alive. A run that was never begun has none. Blocks, in an event loop of its own.
     """
-    return asyncio.run(_end_run(settings, root)) if was_begun(root) else []
+    return asyncio.run(_end_run(settings, root, credentials)) if was_begun(root) else []
 
 
-async def _end_run(settings: ConnectionSettings, root: str) -> list[str]:
+async def _end_run(settings: ConnectionSettings, root: str, credentials: str | None) -> list[str]:
     from cortex_training.aio import AsyncCortexTrainingClient
     from cortex_training.training import end_run as end
 
     async with AsyncCortexTrainingClient(**settings.client_arguments()) as client:
-        return await end(root, client)
+        return await end(root, client, credentials)
 
 
-def next_folder(root: str) -> str:
+def next_folder(root: str, credentials: str | None = None) -> str:
     """``<root>-r2``, ``-r3``, ...: the first in which no run was begun."""
     number = 2
-    while os.path.exists(os.path.join(f"{root}-r{number}", "run.json")):
+    while _has_run(f"{root.rstrip('/')}-r{number}", credentials):
         number += 1
-    return f"{root}-r{number}"
+    return f"{root.rstrip('/')}-r{number}"
+
+
+def _has_run(root: str, credentials: str | None) -> bool:
+    try:
+        return roots.open_root(root, credentials).exists(RUN_FILE)
+    except RootError:
+        return False
 
 
 def _name(attempt: str) -> str:

@@ -24,6 +24,7 @@ from airflow_cortex_training.operators.base import (
 )
 from airflow_cortex_training.run_folder import end_run
 from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.job_ends import CortexTrainingJobEndsTrigger
 from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
 from cortex_training.config import SubJobConfig, check_matching_lora
 from cortex_training.errors import (
@@ -303,14 +304,16 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
         job_id: a job, or a list of jobs; None and empty texts are ignored, because a create that never ran left none.
         root: root of a training run; every job in its journal is cancelled, replacements included, and a driver that is
             still alive somewhere can create no other.
-        wait_for_completion: succeed only when the jobs of `job_id` have ended and hold no GPUs any more. Waits on the
-            worker: a cancelled job ends soon.
-        timeout_s: longest such wait, seconds.
+        credentials: for a root in a bucket: a list ``kind:location,…``, as the training plan has it.
+        wait_for_completion: succeed only when all these jobs have ended and hold no GPUs any more.
+        timeout_s: longest such wait, seconds; ``execution_timeout`` shortens it.
+        deferrable: wait in the triggerer; default is Airflow's ``[operators] default_deferrable``.
+        inline_s: how long a deferrable task looks on the worker first. Most jobs end within it.
 
     Returns (XCom): the ids that were asked to end.
     """
 
-    template_fields = (*CortexTrainingOperator.template_fields, "job_id", "root")
+    template_fields = (*CortexTrainingOperator.template_fields, "job_id", "root", "credentials")
     ui_color = "#f4e3e3"
 
     def __init__(
@@ -318,13 +321,19 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
         *,
         job_id: str | Sequence[str] | None = None,
         root: str | None = None,
+        credentials: str | None = None,
         wait_for_completion: bool = False,
         timeout_s: float = 600.0,
+        deferrable: bool | None = None,
+        inline_s: float = INLINE_S,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.deferrable = default_deferrable() if deferrable is None else deferrable
+        self.inline_s = inline_s
         self.job_id = job_id
         self.root = root
+        self.credentials = credentials
         self.wait_for_completion = wait_for_completion
         self.timeout_s = timeout_s
 
@@ -335,29 +344,77 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
             hook = self.hook
             with hook.get_conn() as client:
                 cancelled = [job_id for job_id in job_ids if cancel_job(client, job_id)]
-                if self.wait_for_completion:
-                    self._wait_for_ends(client, job_ids)
             if self.root:
-                cancelled += end_run(hook.settings(), str(self.root))
-        self.log.info("cancelled: %s", ", ".join(cancelled) or "nothing, no job was left")
+                cancelled += end_run(hook.settings(), str(self.root), self.credentials or None)
+            cancelled = list(dict.fromkeys(cancelled))
+            self.log.info("cancelled: %s", ", ".join(cancelled) or "nothing, no job was left")
+            if not self.wait_for_completion:
+                return cancelled
+            limit_s = self.time_limit_s(float(self.timeout_s))
+            wait_s = min(self.inline_s, limit_s) if self.deferrable else limit_s
+            with hook.get_conn() as client:
+                alive = _alive_after(client, list(dict.fromkeys((*job_ids, *cancelled))), wait_s)
+            if alive and wait_s >= limit_s:
+                raise self._too_late(alive)
+        if alive:
+            self._defer(alive, cancelled, limit_s - wait_s)
         return cancelled
 
-    def _wait_for_ends(self, client: CortexTrainingClient, job_ids: Sequence[str]) -> None:
-        deadline = time.monotonic() + float(self.timeout_s)
-        alive = list(job_ids)
-        while alive := [job_id for job_id in alive if not _has_ended(client, job_id)]:
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(
-                    f"{', '.join(alive)} did not end within {self.timeout_s:.0f} s of being cancelled; a retry cancels "
-                    "and waits again",
-                    timeout_s=float(self.timeout_s),
-                )
-            time.sleep(_LOOK_S)
+    def execute_complete(
+        self, context: Context, event: dict[str, Any] | None = None, cancelled: list[str] | None = None
+    ) -> list[str]:
+        """The worker leg after the trigger's event."""
+        event = event or {}
+        cancelled = list(event.get("cancelled") or cancelled or [])
+        status = event.get("status", Status.ENDED)
+        if status == Status.TIMEOUT:
+            raise self._too_late(event.get("alive") or cancelled)
+        if status != Status.ENDED:
+            raise AirflowFailException(
+                f"task {self.task_id}: waiting for the end of {', '.join(event.get('alive') or cancelled)}: "
+                f"{event.get('error') or 'the wait ended'}"
+            )
+        return cancelled
+
+    def _defer(self, alive: list[str], cancelled: list[str], left_s: float) -> NoReturn:
+        now = time.time()
+        self.defer(
+            trigger=CortexTrainingJobEndsTrigger(
+                target=self.target.to_kwargs(),
+                job_ids=alive,
+                cancelled=cancelled,
+                started=now,
+                not_before=now + DEFER_GRACE_S,
+                deadline=now + left_s,
+            ),
+            method_name="execute_complete",
+            kwargs={"cancelled": cancelled},
+            timeout=timedelta(seconds=left_s + BACKSTOP_S),
+        )
+
+    def _too_late(self, alive: Sequence[str]) -> DeadlineExceeded:
+        limit_s = self.time_limit_s(float(self.timeout_s))
+        return DeadlineExceeded(
+            f"{', '.join(alive)} did not end within {limit_s:.0f} s of being cancelled; a retry waits again",
+            timeout_s=limit_s,
+        )
 
 
 def is_last_try(context: Context) -> bool:
     """Whether no retry follows this try."""
     return bool(context["ti"].try_number > context["ti"].max_tries)
+
+
+def _alive_after(client: CortexTrainingClient, job_ids: list[str], wait_s: float) -> list[str]:
+    """Which of these jobs have not ended after so many seconds; it looks at least once."""
+    deadline = time.monotonic() + wait_s
+    while alive := [job_id for job_id in job_ids if not _has_ended(client, job_id)]:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return alive
+        time.sleep(min(_LOOK_S, left_s))
+        job_ids = alive
+    return []
 
 
 def _has_ended(client: CortexTrainingClient, job_id: str) -> bool:

@@ -38,6 +38,7 @@ from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
 from cortex_training.errors import ConfigurationError, CortexTrainingError, DeadlineExceeded
 from cortex_training.identity import new_token
 from cortex_training.training import TrainingPlan
+from cortex_training.training.root import is_bucket
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -55,7 +56,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     """Train as a plan says, to the end, through crashes of workers, triggerers and jobs.
 
     Deferrable, the run is driven from the triggerer and holds no worker; workers and triggerers must then see
-    `plan.root` and `plan.dataset` under the same paths. Otherwise it is driven here, on the worker. Progress goes to
+    `plan.root` and `plan.dataset` under the same paths. For a root in a bucket, ``airflow:CONN_ID`` in
+    `plan.credentials` is an Airflow connection. Otherwise it is driven here, on the worker. Progress goes to
     the task's log and, one row a step, to ``metrics.jsonl`` in the root.
 
     A retry goes on where the last driver stopped: no step is executed twice, none is left out. When the task is
@@ -105,7 +107,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         if on_clear not in ON_CLEAR:
             raise ConfigurationError.of(f"task {self.task_id}: on_clear", on_clear, f"use one of {', '.join(ON_CLEAR)}")
         self.on_clear = on_clear
-        self._driving: tuple[str, ConnectionSettings] | None = None
+        self._driving: tuple[TrainingPlan, ConnectionSettings] | None = None
         self._trained: dict[str, Any] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             plan = self._rooted(plan, record)
             self._note_links(context, settings, plan)
             attempt, nonce = attempt_id(context), new_token()
-            record.write(root=plan.root, attempt=attempt)
+            record.write(root=plan.root, attempt=attempt, credentials=plan.credentials)
             record.publish_token(plan.root)
             if self.deferrable:
                 write_plan(plan, attempt, nonce)
@@ -137,14 +139,19 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
                 deadline=now + limit_s,
                 generation=record.generation,
                 cancel_on_kill=self.cancel_on_kill,
+                credentials=plan.credentials,
             ),
             method_name="execute_complete",
-            kwargs={"root": plan.root},
+            kwargs={"root": plan.root, "credentials": plan.credentials},
             timeout=timedelta(seconds=limit_s + BACKSTOP_S),
         )
 
     def execute_complete(
-        self, context: Context, event: dict[str, Any] | None = None, root: str | None = None
+        self,
+        context: Context,
+        event: dict[str, Any] | None = None,
+        root: str | None = None,
+        credentials: str | None = None,
     ) -> dict[str, Any]:
         """The worker leg after the run: hand over its result, or fail without leaving a job behind."""
         event = event or {}
@@ -157,12 +164,12 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             return result
         reason = str(event.get("error") or "the trigger gave no reason")
         if event.get("status") == Status.TIMEOUT:
-            self._cancel_journal(root)
+            self._cancel_journal(root, credentials)
             raise self._too_late(str(root))
         if event.get("permanent") or event.get("status") == Status.DENIED:
-            self._cancel_journal(root)
+            self._cancel_journal(root, credentials)
             raise AirflowFailException(f"the training run in {root}: {reason}")
-        self._cancel_if_last_try(context, root)
+        self._cancel_if_last_try(context, root, credentials)
         raise TrainingRunError(f"the training run in {root}: {reason}")
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
@@ -170,10 +177,12 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             return super().resume_execution(next_method, next_kwargs, context)
         except TaskDeferralTimeout:
             # Neither an event nor execute_complete will come: this is the only place left to end the run's jobs.
-            self._cancel_journal((DurableRecord(context).current or {}).get("root"))
+            known = DurableRecord(context).current or {}
+            self._cancel_journal(known.get("root"), known.get("credentials"))
             raise
         except TaskDeferralError:
-            self._cancel_if_last_try(context, (DurableRecord(context).current or {}).get("root"))
+            known = DurableRecord(context).current or {}
+            self._cancel_if_last_try(context, known.get("root"), known.get("credentials"))
             raise
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
@@ -185,10 +194,10 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     def on_kill(self) -> None:
         if self._driving is None or not self.cancel_on_kill:
             return
-        root, settings = self._driving
+        plan, settings = self._driving
         # Airflow calls this from a signal handler, on the thread whose event loop drives the run: another loop needs
         # another thread.
-        thread = threading.Thread(target=self._cancel_from_thread, args=(root, settings), daemon=True)
+        thread = threading.Thread(target=self._cancel_from_thread, args=(plan, settings), daemon=True)
         thread.start()
         thread.join(timeout=KILL_S)
 
@@ -211,14 +220,14 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     def _rooted(self, plan: TrainingPlan, record: DurableRecord) -> TrainingPlan:
         """The plan with the root of this generation; jobs of an earlier generation are cancelled on the way."""
         if record.current:
-            return replace(plan, root=str(record.current["root"]))
+            return _moved(plan, record.current)
         if record.superseded is None:
             return plan
-        before = str(record.superseded.get("root") or plan.root)
-        self._cancel_journal(before)
-        if self.on_clear == "restart" or is_over(before, plan.steps):
-            return replace(plan, root=next_folder(plan.root))
-        return replace(plan, root=before)
+        before = _moved(plan, record.superseded)
+        self._cancel_journal(before.root, before.credentials)
+        if self.on_clear == "restart" or is_over(before):
+            return replace(plan, root=next_folder(plan.root, plan.credentials))
+        return before
 
     # Driving on the worker
 
@@ -227,20 +236,20 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     ) -> dict[str, Any]:
         from cortex_training.training import RunFailed, RunInterrupted
 
-        self._driving = (plan.root, settings)
+        self._driving = (plan, settings)
         try:
             with clear_failures():
                 result = asyncio.run(self._run(plan, settings, attempt))
         except RunInterrupted as error:
-            self._cancel_journal(plan.root)
+            self._cancel_journal(plan.root, plan.credentials)
             raise self._too_late(plan.root) from error
         except RunFailed as error:
             raise AirflowFailException(str(error)) from error
         except AirflowFailException:
-            self._cancel_journal(plan.root)
+            self._cancel_journal(plan.root, plan.credentials)
             raise
         except CortexTrainingError:
-            self._cancel_if_last_try(context, plan.root)
+            self._cancel_if_last_try(context, plan.root, plan.credentials)
             raise
         self._driving = None
         self._trained = result.to_dict()
@@ -283,26 +292,36 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             timeout_s=limit_s,
         )
 
-    def _cancel_if_last_try(self, context: Context, root: str | None) -> None:
+    def _cancel_if_last_try(self, context: Context, root: str | None, credentials: str | None) -> None:
         """Between tries the job stays: the retry goes on with it. After the last one nobody would."""
         if is_last_try(context):
-            self._cancel_journal(root)
+            self._cancel_journal(root, credentials)
 
-    def _cancel_journal(self, root: str | None) -> None:
+    def _cancel_journal(self, root: str | None, credentials: str | None) -> None:
         if not root:
             return
         try:
-            cancelled = end_run(self.hook.settings(), root)
+            cancelled = end_run(self.hook.settings(), root, credentials)
         except CortexTrainingError as error:
             self.log.warning("could not cancel the jobs of %s, they end at their idle timeout: %s", root, error)
             return
         self.log.info("cancelled %s", ", ".join(cancelled) or "nothing, no job of this run was left")
 
-    def _cancel_from_thread(self, root: str, settings: ConnectionSettings) -> None:
+    def _cancel_from_thread(self, plan: TrainingPlan, settings: ConnectionSettings) -> None:
         try:
-            self.log.info("killed; cancelled %s", ", ".join(end_run(settings, root)) or "nothing")
+            cancelled = end_run(settings, plan.root, plan.credentials)
+            self.log.info("killed; cancelled %s", ", ".join(cancelled) or "nothing")
         except CortexTrainingError as error:
-            self.log.warning("killed; could not cancel the jobs of %s: %s", root, error)
+            self.log.warning("killed; could not cancel the jobs of %s: %s", plan.root, error)
+
+
+def _moved(plan: TrainingPlan, known: Mapping[str, Any]) -> TrainingPlan:
+    """The plan on the root that is on record. Where its bucket's credentials are the plan says, as long as it is in a
+    bucket itself: a person may have corrected just that.
+    """
+    root = str(known.get("root") or plan.root)
+    credentials = (plan.credentials or known.get("credentials")) if is_bucket(root) else None
+    return replace(plan, root=root, credentials=credentials)
 
 
 class TrainingRunError(CortexTrainingError, RuntimeError):

@@ -34,6 +34,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
     Args:
         target: `Target.to_kwargs`.
         root, attempt, nonce: where the worker left the plan and how to recognise it.
+        credentials: where those of a bucket are found, as in the plan; no secrets.
         not_before, deadline: UTC epoch seconds.
         generation: of the task instance, see `durable`.
         cancel_on_kill: whether the jobs of the run are cancelled when a user ends the task.
@@ -51,6 +52,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         deadline: float,
         generation: list[int],
         cancel_on_kill: bool = True,
+        credentials: str | None = None,
         v: int = 2,
         **unknown: Any,
     ) -> None:
@@ -63,6 +65,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         self.deadline = deadline
         self.generation = generation
         self.cancel_on_kill = cancel_on_kill
+        self.credentials = credentials
         self.v = v
         self.unknown = unknown
         self._run: EngineRun | None = None
@@ -81,6 +84,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
                 "deadline": self.deadline,
                 "generation": self.generation,
                 "cancel_on_kill": self.cancel_on_kill,
+                "credentials": self.credentials,
                 **self.unknown,
             },
         )
@@ -99,7 +103,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         hook = CortexTrainingHook.for_target(Target(**self.target))
         while True:
             try:
-                plan = await asyncio.to_thread(read_plan, self.root, self.attempt, self.nonce)
+                plan = await asyncio.to_thread(read_plan, self.root, self.attempt, self.nonce, self.credentials)
                 settings = await hook.asettings()
                 try:
                     result = await self._drive(plan, settings)
@@ -164,7 +168,7 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         """Until the run was let go by its present driver, or is over, or the deadline."""
         while time.time() < self.deadline:
             await asyncio.sleep(SUPERSEDED_LOOK_S)
-            if await asyncio.to_thread(is_let_go, self.root, self.attempt):
+            if await asyncio.to_thread(is_let_go, self.root, self.attempt, self.credentials):
                 return
 
     def _failed(self, status: Status, error: Exception, *, permanent: bool) -> dict[str, Any]:
@@ -181,5 +185,5 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         if not self.cancel_on_kill or not await kill.may_cancel(self.task_instance, self.root, self.generation):
             return
         settings = await CortexTrainingHook.for_target(Target(**self.target)).asettings()
-        cancelled = await asyncio.to_thread(end_run, settings, self.root)
+        cancelled = await asyncio.to_thread(end_run, settings, self.root, self.credentials)
         self.log.info("cancelled %s: the task was ended by a user", ", ".join(cancelled) or "nothing, no job was left")
