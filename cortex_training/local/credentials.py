@@ -14,6 +14,9 @@ _OPEN_PATHS = ("/exports/",)
 SNOWFLAKE_PATHS = ("/session", "/queries/", "/monitoring/", "/telemetry/", "/fs_bucket/", "/stage-files/")
 """What the connector calls: a login has no token yet, and the others answer in the connector's own way."""
 
+SESSION_EXPIRED = "390112"
+"""The code that says that a session's token may be renewed."""
+
 
 class Credentials:
     """Without a token, every bearer token is let in, and no token too. A session's token must be one that a login gave
@@ -54,5 +57,5 @@ def _session_refusal(state: SessionState) -> Refusal | None:
     if state == SessionState.OPEN:
         return None
     if state == SessionState.EXPIRED:
-        return Refusal(401, "Your session has expired. Please re-authenticate.", code="390112")
+        return Refusal(401, "Your session has expired. Please re-authenticate.", code=SESSION_EXPIRED)
     return Refusal(401, "Session no longer exists. New login required to access the service.", code="390111")

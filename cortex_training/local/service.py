@@ -36,7 +36,7 @@ from cortex_training.local.snowflake_files import SnowflakeFiles
 from cortex_training.local.spelling import Spelling
 from cortex_training.local.sub_job_log import SubJobLog
 from cortex_training.local.weather import Weather
-from cortex_training.local.weather_jobs import JobWeather
+from cortex_training.local.weather_jobs import JobWeather, Tokens
 from cortex_training.local.weather_rules import Faults
 from cortex_training.states import JobState, job_state
 
@@ -58,12 +58,12 @@ class Service:
         self.artifacts = RunArtifacts(settings.data_dir, settings.seal_s)
         self._lifecycle = LifeCycle(settings, self.checkpoints, self._store, self.artifacts)
         self.weather = Weather(settings.faults or Faults())
-        self.job_weather = JobWeather(self.weather, self._lifecycle, settings.assumptions)
+        self.sessions = self._new_sessions() if settings.snowflake else None
+        self.job_weather = JobWeather(self.weather, self._lifecycle, settings.assumptions, Tokens(self.sessions))
         operations = Operations(settings, self._lifecycle, self.execution_log, self.requests, self.job_weather)
         self.data_plane = DataPlane(operations, self.checkpoints)
         self.generation = Generation(operations)
         self.generic_operation = GenericOperation(operations, self.data_plane)
-        self.sessions = self._new_sessions() if settings.snowflake else None
         self.credentials = Credentials(settings.token, self.sessions)
         self.snowflake_routes = self._answering_the_connector(self.sessions) if self.sessions is not None else []
 

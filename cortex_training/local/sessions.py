@@ -114,6 +114,13 @@ class Sessions:
             self._by_token[session.token] = session
             return old, session
 
+    def expire(self, token: str | None) -> None:
+        """Let a session token, or all of them, be over now; master tokens still renew them."""
+        with self._lock:
+            for session in self._by_token.values():
+                if token in (None, session.token):
+                    session.expires = time.monotonic()
+
     def close(self, token: str) -> None:
         """Log out, expired or not."""
         with self._lock:

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from cortex_training.local.bodies import read_body
-from cortex_training.local.credentials import Credentials, session_token
+from cortex_training.local.credentials import SESSION_EXPIRED, Credentials, session_token
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.sessions import Session, Sessions, SessionState
 from cortex_training.local.snowflake_files import SnowflakeFiles, read_statement, stage_headers
@@ -196,7 +196,7 @@ class SnowflakeSide:
             return None
         if state == SessionState.EXPIRED:
             # With this code in a 200, as the real service has it, a connector renews its session and asks again.
-            return _failure("390112", "Session token expired.")
+            return _failure(SESSION_EXPIRED, "Session token expired.")
         return _failure("390104", "User must login again to access the service.", status=401)
 
     def _tokens(self, session: Session) -> dict[str, Any]:

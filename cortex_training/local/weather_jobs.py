@@ -6,13 +6,15 @@ import hashlib
 import logging
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cortex_training.local.assumptions import Assumptions
+from cortex_training.local.credentials import SESSION_EXPIRED, session_token
 from cortex_training.local.jobs import Job, SubJob
 from cortex_training.local.lifecycle import LifeCycle
 from cortex_training.local.refusals import Refusal
 from cortex_training.local.requests import Execution
+from cortex_training.local.sessions import Sessions
 from cortex_training.local.weather import Active, Meeting, Weather
 from cortex_training.local.weather_rules import ONCE_EXECUTED, Act, RuleError, what_is_lost
 from cortex_training.states import JobState
@@ -47,9 +49,13 @@ class _Expired:
 
 
 class Tokens:
-    """Digests of the tokens that requests came with, and which of them are refused."""
+    """Digests of the tokens that requests came with, and which of them are refused.
 
-    def __init__(self) -> None:
+    With `sessions`, their tokens can expire for the connector too.
+    """
+
+    def __init__(self, sessions: Sessions | None = None) -> None:
+        self._sessions = sessions
         self._seen: dict[str, None] = {}
         self._expired: dict[str, _Expired] = {}
 
@@ -72,6 +78,8 @@ class Tokens:
         left = act["requests"] or math.inf
         for digest in [_digest(authorization)] if authorization is not None else self._seen:
             self._expired[digest] = _Expired(act["code"], left)
+        if self._sessions is not None and act["code"] == SESSION_EXPIRED and left == math.inf:
+            self._sessions.expire(None if authorization is None else session_token(authorization))
 
 
 @dataclass
@@ -81,7 +89,7 @@ class JobWeather:
     weather: Weather
     lifecycle: LifeCycle
     assumptions: Assumptions
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: Tokens
 
     def fate_of(self, execution: Execution) -> Fate:
         """Called for each operation that is put into a queue."""

@@ -11,7 +11,7 @@ from cortex_training import CortexTrainingClient
 from cortex_training.errors import AuthError
 from tests.conftest import ServiceFactory
 from tests.local.api import training
-from tests.local.connector import connection_arguments
+from tests.local.connector import connect, connection_arguments
 
 
 def test_a_step_is_made_once_though_its_session_expires(
@@ -42,3 +42,19 @@ def test_a_step_is_made_once_though_its_session_expires(
         with pytest.raises(AuthError):
             client.step(job_id)
     assert [entry["op"] for entry in control.executions(job_id)] == ["step", "step"]
+
+
+def test_an_expired_session_is_over_for_sql_too_and_the_connector_renews_it(
+    start_local_service: ServiceFactory,
+) -> None:
+    service = start_local_service(faults=[], simulate="0", snowflake=True)
+    with connect(service) as connection:
+        first = connection.rest.token
+        service.control.act("expire-token")
+        assert connection.cursor().execute("select 1").fetchall() == [(1,)]
+        assert connection.rest.token != first
+        renewed = connection.rest.token
+        # One call put off is no session that ended.
+        service.control.act("expire-token", requests=1)
+        assert connection.cursor().execute("select 2").fetchall() == [(2,)]
+        assert connection.rest.token == renewed
