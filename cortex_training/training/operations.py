@@ -216,7 +216,7 @@ async def publish_verified(driver: Driver) -> str | None:
     await offload(manifest.write, driver.store, folder)
     entry, _ = await offload(driver.log.publish, folder, driver.epoch, latest.step)
     await offload(prune, driver.log, driver.plan.keep_publications)
-    driver.tell("publish", step=latest.step, message=f"published {entry.name}")
+    driver.tell("publish", step=latest.step, message=f"published {entry.name}", entry=entry.name)
     return entry.name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -38,6 +38,12 @@ _COUNTS = {
 _OPTIONAL_COUNTS = ("save_every_steps", "weight_sync_every_steps")
 _AMOUNTS = ("running_timeout_s", "request_timeout_s", "patience_s")
 _OPTIONAL_AMOUNTS = ("passes", "save_every_minutes", "max_gpu_seconds")
+
+
+def gpus_of(sub_jobs: Iterable[Mapping[str, Any]]) -> int:
+    """GPUs that a job of these sub-jobs (wire bodies) uses."""
+    configs = [s.get("training_config") or s.get("inference_config") or {} for s in sub_jobs]
+    return sum(int(config.get("n_gpus", 1)) for config in configs)
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,7 @@ class TrainingPlan:
     @property
     def gpus(self) -> int:
         """GPUs of one job of the run."""
-        configs = [s.get("training_config") or s.get("inference_config") or {} for s in self.sub_jobs]
-        return sum(int(config.get("n_gpus", 1)) for config in configs)
+        return gpus_of(self.sub_jobs)
 
     @property
     def sampling_sub_jobs(self) -> int:

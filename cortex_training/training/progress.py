@@ -18,7 +18,7 @@ class Progress:
 
     Of the `step_s` seconds of a step, `remote_s` were spent on requests that the service had, and `waiting_s` before
     something was tried again; the rest is the driver's own and the network's. `remaining_s` goes by the last steps,
-    saves included.
+    saves included. `entry` names a publication that was made at this moment.
     """
 
     stage: str
@@ -33,6 +33,7 @@ class Progress:
     waiting_s: float | None = None
     remaining_s: float | None = None
     message: str = ""
+    entry: str | None = None
 
     def line(self) -> str:
         """One line for a log."""
