@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from cortex_training.errors import DeadlineExceeded, RequestFailed
 from tests.airflow.conftest import stored
 from tests.airflow.test_operators import PARKED, SAMPLING, TRAINING
 from tests.airflow.test_sensors import no_such_token
+from tests.conftest import RunningService, start_service
 
 ENDED = ("cancelling", "cancelled", "terminated")
 TI = SimpleNamespace(dag_id="d", task_id="t", run_id="r", map_index=-1)
@@ -235,14 +237,55 @@ def stored_again(trigger: Any) -> Any:
     return again
 
 
-def test_a_cancel_may_wait_for_the_gpus(task_run, service_connection, client) -> None:
-    job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(SAMPLING)]})["job_id"]
-    client.wait_for_job(job_id)
-    cancel = CortexTrainingCancelJobOperator(
-        task_id="cancel", conn_id=service_connection, job_id=[job_id, "never-created"], wait_for_completion=True
-    )
-    assert task_run("cancel").execute(cancel) == [job_id]
-    assert client.get_job(job_id)["status"] in ("cancelled", "terminated")
+class TestCancelAndWait:
+    """Cancelling takes its time where something is under way; who waits for the GPUs waits for that."""
+
+    @pytest.fixture(scope="class")
+    def slow(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+        service = start_service(tmp_path_factory.mktemp("slow"), simulate="0", faults=[])
+        yield service
+        service.stop()
+
+    @pytest.fixture
+    def conn_id(self, connection, slow) -> str:
+        return connection("slow", host=slow.base_url, database=slow.database, schema=slow.schema)
+
+    @pytest.fixture
+    def job(self, slow) -> Iterator[str]:
+        with CortexTrainingClient(slow.base_url, slow.database, slow.schema) as client:
+            job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(SAMPLING)]})["job_id"]
+            client.wait_for_job(job_id)
+            slow.control.add("slow-cancel", on="cancel-job", seconds=1.0, job_id=job_id)
+            yield job_id
+
+    def cancel(self, conn_id: str, way: str, **arguments: Any) -> CortexTrainingCancelJobOperator:
+        return CortexTrainingCancelJobOperator(
+            task_id="cancel", conn_id=conn_id, wait_for_completion=True, **{**WAYS[way], **arguments}
+        )
+
+    def state(self, slow: RunningService, job_id: str) -> str:
+        with CortexTrainingClient(slow.base_url, slow.database, slow.schema) as client:
+            return str(client.get_job(job_id)["status"])
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_it_ends_with_the_job(self, task_run, conn_id, slow, job, no_grace, way) -> None:
+        run = task_run("cancel")
+        assert run.execute(self.cancel(conn_id, way, job_id=[job, "never-created"])) == [job]
+        assert self.state(slow, job) in ("cancelled", "terminated")
+        assert len(run.deferrals) == (way == "deferred")
+
+    @pytest.mark.parametrize("way", ["on the worker", "deferred"])
+    def test_a_job_that_does_not_end_is_named(self, task_run, conn_id, slow, job, no_grace, way) -> None:
+        with pytest.raises(DeadlineExceeded, match=f"{job} did not end within 0 s"):
+            task_run("cancel").execute(self.cancel(conn_id, way, job_id=job, timeout_s=0.4))
+        assert self.state(slow, job) == "cancelling"
+
+    def test_what_can_not_be_waited_for_fails_for_good(self, task_run, conn_id, job) -> None:
+        cancel = self.cancel(conn_id, "deferred", job_id=job)
+        with pytest.raises(AirflowFailException, match=f"{job}: no such key"):
+            cancel.execute_complete(
+                task_run("cancel").context(), {"status": "denied", "alive": [job], "error": "no such key"}
+            )
 
 
 @pytest.fixture

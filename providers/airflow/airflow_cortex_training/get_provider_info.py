@@ -35,6 +35,7 @@ def get_provider_info() -> dict[str, Any]:
         "triggers": [
             _modules(
                 "triggers.jobs",
+                "triggers.job_ends",
                 "triggers.requests",
                 "triggers.train",
                 "triggers.capacity",

@@ -18,7 +18,7 @@ from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
 from airflow_cortex_training.assets import DEFAULT_POLL_S, about
 from airflow_cortex_training.roots import open_log
-from airflow_cortex_training.triggers.waiting import TRIGGER_VERSION, check_version
+from airflow_cortex_training.triggers.waiting import check_version
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.publication import Entry, PublicationLog, RootError
 
@@ -46,7 +46,7 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
         asset: str,
         credentials: str | None = None,
         poll_s: float = DEFAULT_POLL_S,
-        v: int = TRIGGER_VERSION,
+        v: int = 2,
         **unknown: Any,
     ) -> None:
         super().__init__()

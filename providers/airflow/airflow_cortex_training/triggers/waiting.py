@@ -21,10 +21,11 @@ from cortex_training.errors import (
 )
 from cortex_training.protocol.pace import Bounds, Pace
 
-TRIGGER_VERSION = 2
+TRIGGER_VERSION = 3
 """The highest version of kwargs that is read here. A trigger class writes the one at which its own fields last changed.
 
-1: the first. 2: job and training triggers got ``cancel_on_kill``, job triggers ``generation``.
+1: the first. 2: job and training triggers got ``cancel_on_kill``, job triggers ``generation``. 3: the
+trigger of jobs that end.
 """
 
 LOST_AFTER_S = 60.0
