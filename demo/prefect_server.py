@@ -80,8 +80,10 @@ class PrefectServer:
                 stdout=log,
                 stderr=log,
                 text=True,
-                # Its own API address would make the server talk to itself through settings meant for clients.
-                env={name: value for name, value in self.environment().items() if name != "PREFECT_API_URL"},
+                # Its own API address would make the server talk to itself through settings meant for clients. The pages
+                # of the user interface need it, or they look for the server on the default port.
+                env={name: value for name, value in self.environment().items() if name != "PREFECT_API_URL"}
+                | {"PREFECT_SERVER_UI_API_URL": self.api_url},
                 start_new_session=True,
             )
         try:

@@ -106,6 +106,7 @@ def finetune_from_snowflake(
     prompts: list[str] | None = None,
     max_tokens: int = 64,
     seed: int = 0,
+    gpu_limit: str | None = None,
 ) -> dict[str, Any]:
     """Fine-tune `model` on `table`; returns ids, numbers and paths.
 
@@ -133,6 +134,7 @@ def finetune_from_snowflake(
         prompts: completed before and after the training, for a look at what it did.
         max_tokens: longest completion, in tokens.
         seed: order of the rows, and the model's random numbers.
+        gpu_limit: global concurrency limit of the Prefect server whose slots are GPUs; the job waits for free ones.
     """
     for field, value, needed in (("root", root, Path(root).parent), ("models", models, Path(models))):
         if not needed.is_dir():
@@ -162,6 +164,7 @@ def finetune_from_snowflake(
         overlong=overlong,
         seed=seed,
         connect_options=connect_options,
+        tables=[prepared],
     )
     adapter = {"peft_config": lora} if lora else {}
     sub_jobs = [
@@ -186,7 +189,7 @@ def finetune_from_snowflake(
     }
 
     with jobs_cancelled_at_end():
-        job_id = create_job(cortex, [sub_job.to_wire() for sub_job in sub_jobs])
+        job_id = create_job(cortex, [sub_job.to_wire() for sub_job in sub_jobs], gpu_limit=gpu_limit)
         await_remote(cortex, job_id)
         before = generate(cortex, job_id, out=f"{root}/samples-before.json", seq=1, **samples)
         plan = replace(plan, dataset=dataset["manifest"], job_id=job_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
@@ -23,9 +22,10 @@ from prefect.logging.loggers import flow_run_logger
 
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import dual, run_to_end
+from prefect_cortex_training.gpu_lease import release_gpus
 from prefect_cortex_training.handover import attempt_of
 from prefect_cortex_training.jobs import cancel_if_alive
-from prefect_cortex_training.labels import RunLabels, finished_key, jobs_in, roots_in
+from prefect_cortex_training.labels import RootLabel, RunLabels, finished_key, jobs_in, roots_in
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
@@ -104,11 +104,14 @@ async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> bool:
     for root in roots_in(known):
         what = f"jobs that the training run in {root.root} created"
         attempt = attempt_of(labels.flow_run_id, root.root)
-        end = partial(_end_training_run, root=root.root, attempt=attempt, logger=logger)
+        end = partial(_end_training_run, root=root, attempt=attempt, logger=logger)
         done.append(await _try_to_cancel(logger, what, root.credentials, end))
     for job in jobs_in(known):
         cancel = partial(_cancel_one, job_id=job.job_id)
         done.append(await _try_to_cancel(logger, f"job {job.job_id}", job.credentials, cancel))
+    if all(done):
+        # What could not be cancelled may still use its GPUs: its lease runs out by itself.
+        await release_gpus(labels)
     return all(done)
 
 
@@ -117,26 +120,31 @@ async def _cancel_one(client: AsyncCortexTrainingClient, job_id: str) -> list[st
     return [job_id]
 
 
-async def _end_training_run(client: AsyncCortexTrainingClient, root: str, attempt: str, logger: Logger) -> list[str]:
+async def _end_training_run(
+    client: AsyncCortexTrainingClient, root: RootLabel, attempt: str, logger: Logger
+) -> list[str]:
     """End the run in `root`, if this flow run was the last to drive it."""
     from cortex_training.training import end_run
 
     other = await asyncio.to_thread(_other_driver, root, attempt)
     if other is not None:
         # A root is a run's identity: who goes on with it must not lose it to a flow run that began it and crashed.
-        logger.info("the training run in %s has been taken over by %s, which ends its jobs", root, other)
+        logger.info("the training run in %s has been taken over by %s, which ends its jobs", root.root, other)
         return []
-    return await end_run(root, client)
+    return await end_run(root.root, client, root.root_credentials)
 
 
-def _other_driver(root: str, attempt: str) -> str | None:
+def _other_driver(root: RootLabel, attempt: str) -> str | None:
     """Who has taken the run in `root` over from the flow run of this `attempt`; None when nobody has."""
-    from cortex_training.publication import PosixStore
+    from cortex_training.publication import RootError
     from cortex_training.training.journal import read_journal
+    from cortex_training.training.root import open_existing_root
 
-    if not os.path.isdir(root):
+    try:
+        records = read_journal(open_existing_root(root.root, root.root_credentials))
+    except RootError:
         return None
-    driven = [record.body.get("info", {}) for record in read_journal(PosixStore(root)) if record.type == "takeover"]
+    driven = [record.body.get("info", {}) for record in records if record.type == "takeover"]
     drivers = [info for info in driven if "attempt" in info]
     if not drivers or drivers[-1]["attempt"] == attempt:
         return None

@@ -33,6 +33,7 @@ from cortex_training.identity import new_token
 from cortex_training.training import RunInterrupted, Superseded, TrainingPlan
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
 from prefect_cortex_training.credentials import connected
+from prefect_cortex_training.gpu_lease import LeaseRenewer
 from prefect_cortex_training.handover import (
     DONE,
     FAILED,
@@ -75,6 +76,7 @@ class Drive:
         self._logger = logger or get_logger("prefect_cortex_training.drive")
         self._presence = Presence(DRIVERS, every_s=every_s)
         self._driven: dict[UUID, _Driven] = {}
+        self._leases = LeaseRenewer(self._logger)
 
     async def drive(self, stop: asyncio.Event) -> None:
         """Look for runs every few seconds until `stop` is set; then end each between two units of work.
@@ -101,7 +103,9 @@ class Drive:
             self._driven = {run_id: driven for run_id, driven in self._driven.items() if not driven.task.done()}
             for driven in list(self._driven.values()):
                 await self._apart(driven.flow_run_id, self._look_after(prefect, driven))
-            for run in await suspended_runs(prefect):
+            suspended = await suspended_runs(prefect)
+            await self._leases.look_after(prefect, [run for run in suspended if run.id in self._driven])
+            for run in suspended:
                 wait = wait_of(run)
                 if wait is not None and wait.kind == TRAINING and run.id not in self._driven:
                     await self._apart(run.id, self._take_up(run, wait))
@@ -223,10 +227,10 @@ class _Driven:
     async def _outcome(self, known: dict[str, Label]) -> Outcome | None:
         """How the training ended; None when another driver has it."""
         try:
-            root = next(root.root for root in roots_in(known) if root_digest(root.root) == self._digest)
+            root = next(root for root in roots_in(known) if root_digest(root.root) == self._digest)
             nonces = nonces_in(known, self._training, int(self._run_count))
-            attempt = attempt_of(self.flow_run_id, root)
-            plan = await asyncio.to_thread(find_plan, root, attempt, nonces)
+            attempt = attempt_of(self.flow_run_id, root.root)
+            plan = await asyncio.to_thread(find_plan, root.root, attempt, nonces, root.root_credentials)
         except (CortexTrainingError, StopIteration) as error:
             return Outcome(LEFT, message=str(error) or "the flow run's labels name no such root")
         for tried in range(_TRIES):
@@ -251,7 +255,7 @@ class _Driven:
         from cortex_training.training import run
 
         logger = flow_run_logger(self._run, Flow(fn=_named, name="train"))
-        report = ProgressReport(self._labels, f"training-{self._digest}", logger)
+        report = ProgressReport(self._labels, plan.root, logger)
         async with report, connected(self._wait.credentials) as client:
             return (await run(plan, client, report, attempt=attempt, stop=self.stop)).to_dict()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from cortex_training.errors import ConfigurationError
+from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.identity import new_token
 from cortex_training.training import RunFailed, TrainingPlan
 from prefect_cortex_training.labels import Label, RunLabels, root_digest
@@ -92,24 +92,26 @@ def nonces_in(labels: Mapping[str, Label], training: str, run_count: int) -> lis
 
 
 def leave_plan(plan: TrainingPlan, attempt: str, nonce: str) -> None:
-    """Put the plan into ``<root>/exec/<attempt>/plan.json``, durable on return. Blocks on the file system."""
+    """Put the plan into ``<root>/exec/<attempt>/plan.json``, durable on return. Blocks on the store."""
     from cortex_training.training.root import open_root
 
     document = {"v": VERSION, "nonce": nonce, "plan": plan.to_dict()}
-    open_root(plan.root).write(_plan_file(attempt), json.dumps(document, sort_keys=True, indent=1).encode())
+    store = open_root(plan.root, plan.credentials)
+    store.write(_plan_file(attempt), json.dumps(document, sort_keys=True, indent=1).encode())
 
 
-def find_plan(root: str, attempt: str, nonces: list[str]) -> TrainingPlan:
+def find_plan(root: str, attempt: str, nonces: list[str], root_credentials: str | None = None) -> TrainingPlan:
     """The plan that was left under one of `nonces`; raises ConfigurationError when it is not to be seen from here."""
-    from cortex_training.publication import PosixStore, PublicationError
+    from cortex_training.publication import PublicationError
+    from cortex_training.training.root import open_existing_root
 
     try:
-        document = json.loads(PosixStore(root).read(_plan_file(attempt)))
+        document = json.loads(open_existing_root(root, root_credentials).read(_plan_file(attempt)))
         nonce, plan = document["nonce"], document["plan"]
     except (OSError, PublicationError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"the plan in {root}/{_plan_file(attempt)} can't be read here ({type(error).__name__}): use a root that "
-            "flow runs and drivers see under the same path",
+            f"the plan in {root}/{_plan_file(attempt)} can't be read here ({_reason(error)}): use a root that "
+            "flow runs and drivers see under the same path, or whose credentials both find",
             field="plan.root",
         ) from error
     if nonce not in nonces:
@@ -119,6 +121,11 @@ def find_plan(root: str, attempt: str, nonces: list[str]) -> TrainingPlan:
             field="plan.root",
         )
     return TrainingPlan.from_dict(plan)
+
+
+def _reason(error: Exception) -> str:
+    # What a store says tells which source of credentials gave none; of a file the path is in the message already.
+    return f"{type(error).__name__}: {error}" if isinstance(error, CortexTrainingError) else type(error).__name__
 
 
 def _plan_file(attempt: str) -> str:

@@ -17,8 +17,12 @@ there first: the id of a job before it is created, the intent of an optimizer st
     reconciled.<try>                   the jobs of this ended flow run were cancelled, or had ended
     root.<digest>                      root of a training run, whose journal names further jobs
     root_owner.<digest>                credentials block that can cancel those
+    root_places.<digest>               where the credentials of a root in a bucket are: kind:location,...
     epoch.<digest>.<claim>             epoch that the run's exports into a root are published under
-    artifact.<key>                     id of the artifact that shows a training run's progress
+    artifact.<key>                     id of an artifact that shows a training run
+    asset.<job id>                     what the job was trained from, as the key of an asset
+    lease.<holder>.<claim>             slots of a GPU limit that are held for a job or a root: lease, number, limit; or
+                                       "released"
 
 each with ``cortex_training.`` in front. The server merges labels, so what must not be lost when one flow run is
 executed by two processes at once has the writer's own name in its key: neither can overwrite the other, and both see
@@ -60,10 +64,13 @@ class JobLabel:
 
 @dataclass(frozen=True)
 class RootLabel:
-    """A training run that a flow run drove: its root and the block that can reach its jobs."""
+    """A training run that a flow run drove: its root, the block that can reach its jobs, and for a root in a bucket
+    where the credentials of that are.
+    """
 
     root: str
     credentials: str | None
+    root_credentials: str | None = None
 
 
 class RunLabels:
@@ -141,10 +148,11 @@ def finished_key(job_id: str) -> str:
     return f"finished.{job_id}"
 
 
-def root_labels(root: str, credentials: str) -> dict[str, Label]:
+def root_labels(root: str, credentials: str, root_credentials: str | None = None) -> dict[str, Label]:
     """The labels of a training run's root."""
     digest = root_digest(root)
-    return {f"root.{digest}": root, f"root_owner.{digest}": credentials}
+    labels: dict[str, Label] = {f"root.{digest}": root, f"root_owner.{digest}": credentials}
+    return labels if root_credentials is None else {**labels, f"root_places.{digest}": root_credentials}
 
 
 def root_digest(root: str) -> str:
@@ -167,4 +175,7 @@ def jobs_in(labels: Mapping[str, Any]) -> list[JobLabel]:
 def roots_in(labels: Mapping[str, Any]) -> list[RootLabel]:
     """Every root of a training run that the labels name."""
     digests = sorted(key.removeprefix("root.") for key in labels if key.startswith("root."))
-    return [RootLabel(str(labels[f"root.{digest}"]), labels.get(f"root_owner.{digest}")) for digest in digests]
+    return [
+        RootLabel(str(labels[f"root.{d}"]), labels.get(f"root_owner.{d}"), labels.get(f"root_places.{d}"))
+        for d in digests
+    ]

@@ -7,14 +7,10 @@ import contextlib
 import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
-from prefect.artifacts import aupdate_progress_artifact
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate
-from prefect.context import TaskRunContext
-
-from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.artifacts import KeptArtifact
+from prefect_cortex_training.labels import RunLabels, root_digest
+from prefect_cortex_training.publication_events import tell_published
 
 if TYPE_CHECKING:
     from cortex_training.training import Progress
@@ -24,22 +20,24 @@ LAST_SHOW_S = 5.0
 
 
 class ProgressReport:
-    """A progress artifact and log lines, fed by calling it with a `Progress`.
+    """A progress artifact, log lines and an event for each publication, fed by calling it with a `Progress`.
 
     The call returns at once, because it is made between two steps of a GPU; a coroutine beside it shows the latest
     state every two seconds. Showing may fail; training goes on. It may be fed from outside of the flow run.
     """
 
-    def __init__(self, labels: RunLabels, key: str, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+    def __init__(self, labels: RunLabels, root: str, logger: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self._labels = labels
-        self._key = key
+        self._root = root
         self._logger = logger
-        self._artifact: UUID | None = None
+        self._artifact = KeptArtifact(labels, f"training-{root_digest(root)}", "progress")
         self._latest: Progress | None = None
         self._news = asyncio.Event()
 
     def __call__(self, progress: Progress) -> None:
         self._logger.info("%s", progress.line())
+        if progress.entry is not None:
+            tell_published(self._labels.flow_run_id, self._root, progress.entry, job_id=progress.job_id)
         self._latest = progress
         self._news.set()
 
@@ -69,32 +67,6 @@ class ProgressReport:
     async def _show(self, progress: Progress) -> None:
         percent = 100.0 if progress.stage == "done" else min(100.0 * progress.step / max(progress.steps, 1), 99.0)
         try:
-            if self._artifact is None:
-                self._artifact = await self._find_or_create(percent, progress.line())
-            else:
-                await aupdate_progress_artifact(self._artifact, percent, description=progress.line())
+            await self._artifact.show(percent, progress.line())
         except Exception as error:
             self._logger.debug("progress could not be shown: %s", error)
-
-    async def _find_or_create(self, percent: float, line: str) -> UUID:
-        # Remembered in a label, so that a run that comes back after a crash goes on with the same artifact.
-        known = (await self._labels.read()).get(f"artifact.{self._key}")
-        if known is not None:
-            await aupdate_progress_artifact(UUID(str(known)), percent, description=line)
-            return UUID(str(known))
-        artifact = await self._create(percent, line)
-        await self._labels.write({f"artifact.{self._key}": str(artifact)})
-        return artifact
-
-    async def _create(self, percent: float, line: str) -> UUID:
-        task = TaskRunContext.get()
-        wanted = ArtifactCreate(
-            key=self._key,
-            type="progress",
-            description=line,
-            data=percent,
-            flow_run_id=self._labels.flow_run_id,
-            task_run_id=task.task_run.id if task is not None else None,
-        )
-        async with get_client() as client:
-            return (await client.create_artifact(wanted)).id

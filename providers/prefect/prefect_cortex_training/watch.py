@@ -20,6 +20,7 @@ from prefect.logging import get_logger
 from cortex_training.errors import ApiError, AuthError, NotFoundError, RateLimitedError, ServiceError
 from cortex_training.states import JobState, is_terminal_job, is_terminal_request, job_state
 from prefect_cortex_training.credentials import load_credentials
+from prefect_cortex_training.gpu_lease import LeaseRenewer
 from prefect_cortex_training.handover import find_outcome
 from prefect_cortex_training.labels import labels_of
 from prefect_cortex_training.presence import DRIVERS, WATCHERS, Presence, somebody_is_there
@@ -55,6 +56,7 @@ class Watcher:
         self._driver_seen = time.monotonic()
         self._presence = Presence(WATCHERS, every_s=every_s)
         self._reconciler = Reconciler(rules, self._logger)
+        self._leases = LeaseRenewer(self._logger)
 
     async def __aenter__(self) -> Watcher:
         return self
@@ -86,7 +88,9 @@ class Watcher:
             await self._reconciler.look(prefect)
 
     async def _resume_ready(self, prefect: PrefectClient) -> None:
-        waiting = [(run, wait) for run in await suspended_runs(prefect) if (wait := wait_of(run)) is not None]
+        suspended = await suspended_runs(prefect)
+        await self._leases.look_after(prefect, suspended)
+        waiting = [(run, wait) for run in suspended if (wait := wait_of(run)) is not None]
         if any(wait.kind == TRAINING for _, wait in waiting) and await somebody_is_there(DRIVERS):
             self._driver_seen = time.monotonic()
         keys = {_place(run) for run, _ in waiting}

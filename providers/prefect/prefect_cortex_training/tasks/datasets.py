@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from cortex_training.errors import ConfigurationError
 from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.lineage import files_asset, record_made, table_asset
 from prefect_cortex_training.snowflake import aload_snowflake_connector
 
 
@@ -23,6 +26,7 @@ async def _build_dataset(
     seed: int = 0,
     overlong: str = "error",
     connect_options: dict[str, Any] | None = None,
+    tables: list[str] | None = None,
 ) -> dict[str, Any]:
     """Tokenize and pack the rows of a query; returns ``{"manifest", "content_sha256", "rows", "sequences", "tokens"}``.
 
@@ -31,7 +35,8 @@ async def _build_dataset(
     order make another dataset. out: folder to write; the folder above it must exist. tokenizer: folder with
     ``tokenizer.json``. max_seq_len: longest packed sequence, in tokens. overlong: what becomes of a longer row:
     ``error``, ``truncate`` or ``skip``. connect_options: further arguments of ``snowflake.connector.connect``, e.g.
-    host, port and protocol. Secrets belong in the block.
+    host, port and protocol. Secrets belong in the block. tables: what the query reads, for the lineage: the dataset is
+    recorded as an asset made from these tables.
 
     Rows go from the cursor into shards block by block; none of them passes through Prefect.
     """
@@ -45,6 +50,11 @@ async def _build_dataset(
     manifest = await asyncio.to_thread(
         _build, connector, connect_options or {}, query, folder, tokenizer, max_seq_len, seed, overlong
     )
+    if flow_run.id:
+        account = connector.credentials.account
+        read = [table_asset(account, connector.database, connector.schema_, table) for table in tables or ()]
+        facts = {name: getattr(manifest, name) for name in ("content_sha256", "rows", "sequences", "tokens")}
+        await record_made(RunLabels(flow_run.id), files_asset(out), read, facts)
     get_run_logger().info(
         "dataset %s: %d rows, %d sequences, %d tokens", folder, manifest.rows, manifest.sequences, manifest.tokens
     )

@@ -7,14 +7,16 @@ import time
 from typing import Any, Literal
 
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from cortex_training.answers import Job
 from cortex_training.errors import ConfigurationError, DeadlineExceeded
 from cortex_training.states import job_state
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.gpu_lease import hold_gpus, release_gpus
 from prefect_cortex_training.jobs import cancel_if_alive, find_or_create
-from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.labels import RunLabels, jobs_in
 
 DAY_S = 86_400.0
 CAPACITY_EVERY_S = 15.0
@@ -36,6 +38,7 @@ async def _create_job(
     hardware: str | None = None,
     idle_timeout_seconds: int | None = None,
     pending_timeout_seconds: int | None = None,
+    gpu_limit: str | None = None,
 ) -> str:
     """Create a job, or find the one that this flow run created before; returns its id.
 
@@ -48,8 +51,13 @@ async def _create_job(
         sub_jobs: wire bodies of the sub-jobs, e.g. ``[SubJobConfig.training_job(...).to_wire()]``.
         name: tells several jobs of one flow run apart.
         experiment_name, hardware, idle_timeout_seconds, pending_timeout_seconds: as the service has them.
+        gpu_limit: name of a global concurrency limit of the Prefect server, whose slots are GPUs. The job is created
+            once it has as many free as the sub-jobs use. They are the flow run's until its jobs are cancelled, also
+            while it is suspended; a flow run that crashes loses them after five minutes.
     """
     labels = RunLabels.of_current_run("create_job")
+    if gpu_limit is not None:
+        await _hold_gpus(labels, name, gpu_limit, sub_jobs)
     options = {
         "experiment_name": experiment_name,
         "hardware": hardware,
@@ -59,6 +67,14 @@ async def _create_job(
     body = {"sub_job_configs": sub_jobs, **{key: value for key, value in options.items() if value is not None}}
     async with connected(credentials) as client:
         return await find_or_create(client, labels, name, body, owner=credentials, logger=get_run_logger())
+
+
+async def _hold_gpus(labels: RunLabels, name: str, gpu_limit: str, sub_jobs: list[dict[str, Any]]) -> None:
+    from cortex_training.training.plan import gpus_of
+
+    # A job whose work is finished is only looked up.
+    if not any(job.name == name and job.finished for job in jobs_in(await labels.read())):
+        await hold_gpus(labels, name, gpu_limit, gpus_of(sub_jobs), get_run_logger())
 
 
 async def _wait_until_running(credentials: str, job_id: str, *, timeout_s: float = DAY_S) -> str:
@@ -126,6 +142,11 @@ async def _cancel_job(credentials: str, job_id: str) -> str:
     """
     async with connected(credentials) as client:
         await cancel_if_alive(client, job_id)
+    if flow_run.id:
+        labels = RunLabels.of_current_run("cancel_job")
+        for job in jobs_in(await labels.read()):
+            if job.job_id == job_id:
+                await release_gpus(labels, job.name)
     get_run_logger().info("job %s is cancelled", job_id)
     return job_id
 

@@ -15,6 +15,7 @@ from cortex_training.errors import ConfigurationError, NotFoundError, OutcomeUnk
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.lineage import files_asset, remember_source
 from prefect_cortex_training.settling import settle_step
 from prefect_cortex_training.submission import (
     find_or_submit,
@@ -56,7 +57,10 @@ async def _forward_backward(
     frame = await asyncio.to_thread(_frame, dataset, step, micro_batch, micro_batch_size, micro_batches_per_step, seed)
     labels = RunLabels.of_current_run("forward_backward")
     key = f"forward_backward.{job_id}.{step}.{micro_batch}"
-    failed = sum(name.startswith(f"{key}.failed.") for name in await labels.read())
+    known = await labels.read()
+    failed = sum(name.startswith(f"{key}.failed.") for name in known)
+    if f"asset.{job_id}" not in known:
+        await remember_source(labels, job_id, files_asset(dataset.removesuffix("/manifest.json")))
     group_id = str(uuid5(labels.flow_run_id, f"{key}.{failed}"))
     async with connected(credentials) as client:
         request_id = await client.forward_backward(job_id, frame, chunk_group_id=group_id)

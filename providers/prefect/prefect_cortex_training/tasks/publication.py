@@ -6,8 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.lineage import files_asset, record_made, source_of
+from prefect_cortex_training.publication_events import tell_published
 
 if TYPE_CHECKING:
     from cortex_training.publication import PublicationLog
@@ -22,14 +26,38 @@ async def _publish(root: str, save: str, *, epoch: int, step: int, root_credenti
         save, epoch, step: as `export` returns them.
         root_credentials: for ``s3://``: a list ``kind:location,...``, with no secret in it.
     """
-    entry, created = await asyncio.to_thread(_create_entry, root, root_credentials, save, epoch, step)
+    entry, created, ids = await asyncio.to_thread(_create_entry, root, root_credentials, save, epoch, step)
     get_run_logger().info("%s %s", "published" if created else "was published already:", entry)
+    if flow_run.id:
+        # Also when it was there: the execution that published it may have died before it said so.
+        await _tell(RunLabels(flow_run.id), root, entry, step, ids)
     return entry
 
 
-def _create_entry(root: str, root_credentials: str | None, save: str, epoch: int, step: int) -> tuple[str, bool]:
-    entry, created = _log(root, root_credentials).publish(save, epoch, step)
-    return entry.name, created
+async def _tell(labels: RunLabels, root: str, entry: str, step: int, ids: dict[str, str]) -> None:
+    tell_published(labels.flow_run_id, root, entry, **ids)
+    made_from = await source_of(labels, ids.get("job_id"))
+    await record_made(labels, files_asset(root), made_from, {"entry": entry, "step": step, **ids})
+
+
+def _create_entry(
+    root: str, root_credentials: str | None, save: str, epoch: int, step: int
+) -> tuple[str, bool, dict[str, str]]:
+    """The entry's name, whether it is new, and the ids of what was saved."""
+    log = _log(root, root_credentials)
+    entry, created = log.publish(save, epoch, step)
+    return entry.name, created, {name: value for name, value in _ids(log, save).items() if value is not None}
+
+
+def _ids(log: PublicationLog, save: str) -> dict[str, str | None]:
+    from cortex_training.publication import SaveError, SaveManifest
+
+    try:
+        manifest = SaveManifest.read(log.store, save)
+    except SaveError:
+        # Other programs publish folders of other kinds in the same log.
+        return {}
+    return {"job_id": manifest.job_id, "checkpoint_id": manifest.checkpoint_id}
 
 
 async def _resolve(

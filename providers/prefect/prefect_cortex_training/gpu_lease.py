@@ -1,0 +1,194 @@
+"""GPUs counted by a global concurrency limit of the Prefect server: a lease on slots, for as long as a job lives.
+
+Prefect's own ``with concurrency(...)`` gives the slots back when the flow run is suspended, which is when the GPUs
+work. So the lease is the flow run's: its id is in a label, and whoever looks after the run renews it. That is a thread
+of the process while one executes the flow, `watch` and `drive` while the run is suspended. When nobody does, the lease
+runs out by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.logging import get_logger
+
+from cortex_training.errors import ConfigurationError, DeadlineExceeded
+from cortex_training.identity import new_token
+from prefect_cortex_training.labels import Label, RunLabels, labels_of
+
+LEASE_S = 300.0
+"""How long the slots of a crashed run stay taken, at most; the server adds up to 15 s."""
+
+RENEW_EVERY_S = 60.0
+LONGEST_WAIT_S = 86_400.0
+_LOOK_EVERY_S = 15.0
+_RELEASED = "released"
+
+Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+_keepers: dict[UUID, threading.Thread] = {}
+
+
+async def hold_gpus(labels: RunLabels, holder: str, limit: str, gpus: int, logger: Logger) -> None:
+    """Return once the flow run has a lease on `gpus` slots of the limit called `limit`, and keep it renewed.
+
+    `holder` is the job or training run that they are for: a rerun finds its lease and goes on with it. Raises
+    ConfigurationError for a limit that does not exist or has fewer slots, DeadlineExceeded after a day of waiting.
+    """
+    if gpus < 1:
+        raise ConfigurationError.of("gpu_limit", limit, "it counts the GPUs of sub-jobs, and there are none here")
+    async with get_client() as prefect:
+        known = _leases(await labels.read(), holder)
+        if not any([await _renewed(prefect, lease) for lease in known]):
+            lease = await _acquire(prefect, limit, gpus, logger)
+            claim = f"lease.{holder}.{new_token()[:8]}"
+            held = _leases(await labels.write({claim: f"{lease} {gpus} {limit}"}), holder)
+            # Two processes that execute one flow run need one lease: the smaller id stays.
+            for surplus in sorted(held)[1:] if len(held) > len(known) + 1 else []:
+                await _release(prefect, surplus)
+            logger.info("%d slots of %s are taken", gpus, limit)
+    _keep_renewed(labels.flow_run_id)
+
+
+async def release_gpus(labels: RunLabels, holder: str | None = None) -> None:
+    """Give back what the flow run holds, all of it or what it holds for `holder`. A lease that is gone is no error."""
+    written = await labels.read()
+    keys = [key for key in written if key.startswith("lease.") and written[key] != _RELEASED]
+    if holder is not None:
+        keys = [key for key in keys if key.startswith(f"lease.{holder}.")]
+    if not keys:
+        return
+    async with get_client() as prefect:
+        for key in keys:
+            await _release(prefect, _lease_id(written[key]))
+    await labels.write(dict.fromkeys(keys, _RELEASED))
+
+
+class LeaseRenewer:
+    """Renews the leases of flow runs that it is shown again and again, each once a minute."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._renewed: dict[UUID, float] = {}
+
+    async def look_after(self, prefect: PrefectClient, runs: Iterable[FlowRun]) -> None:
+        now = time.monotonic()
+        self._renewed = {lease: at for lease, at in self._renewed.items() if now - at < RENEW_EVERY_S}
+        for run in runs:
+            for lease in _leases(labels_of(run)):
+                if lease in self._renewed:
+                    continue
+                self._renewed[lease] = now
+                try:
+                    if not await _renewed(prefect, lease):
+                        self._logger.warning("flow run %s: its lease on GPU slots has run out", run.id)
+                except httpx.HTTPError as error:
+                    self._logger.warning("flow run %s: its lease could not be renewed: %s", run.id, error)
+                    del self._renewed[lease]
+
+
+def _keep_renewed(flow_run_id: UUID) -> None:
+    """Renew what the flow run holds from a thread of this process, until the run has left it."""
+    thread = _keepers.get(flow_run_id)
+    if thread is None or not thread.is_alive():
+        # The context holds the settings that say where the server is.
+        context = contextvars.copy_context()
+        thread = _keepers[flow_run_id] = threading.Thread(
+            target=lambda: context.run(asyncio.run, _keep(flow_run_id)), name="cortex-training-lease", daemon=True
+        )
+        thread.start()
+
+
+async def _keep(flow_run_id: UUID) -> None:
+    logger = get_logger("prefect_cortex_training")
+    renewer = LeaseRenewer(logger)
+    while True:
+        await asyncio.sleep(RENEW_EVERY_S)
+        try:
+            async with get_client() as prefect:
+                run = await prefect.read_flow_run(flow_run_id)
+                if run.state is not None and run.state.is_final():
+                    await release_gpus(RunLabels(flow_run_id))
+                if run.state is None or run.state.type != StateType.RUNNING or not _leases(labels_of(run)):
+                    return
+                await renewer.look_after(prefect, [run])
+        except Exception as error:
+            logger.warning("flow run %s: its lease could not be renewed: %s", flow_run_id, error)
+
+
+async def _acquire(prefect: PrefectClient, limit: str, gpus: int, logger: Logger) -> UUID:
+    until = time.monotonic() + LONGEST_WAIT_S
+    told = False
+    while True:
+        try:
+            answer = await prefect.increment_concurrency_slots_with_lease(
+                names=[limit], slots=gpus, mode="concurrency", lease_duration=LEASE_S
+            )
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.LOCKED:
+                _refuse(limit, gpus, error)
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"{gpus} slots of {limit} were not free within {LONGEST_WAIT_S:g} s", timeout_s=LONGEST_WAIT_S
+                ) from None
+            if not told:
+                logger.info("waiting for %d slots of %s", gpus, limit)
+                told = True
+            await asyncio.sleep(min(float(error.response.headers.get("Retry-After", _LOOK_EVERY_S)), _LOOK_EVERY_S))
+            continue
+        body = answer.json()
+        lease = UUID(str(body["lease_id"]))
+        if not body["limits"]:
+            await _release(prefect, lease)
+            raise ConfigurationError.of(
+                "gpu_limit",
+                limit,
+                f"the Prefect server has no such limit; `prefect gcl create {limit} --limit GPUS`",
+            )
+        return lease
+
+
+def _refuse(limit: str, gpus: int, error: httpx.HTTPStatusError) -> NoReturn:
+    if error.response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+        raise ConfigurationError.of(
+            "gpu_limit",
+            limit,
+            f"the Prefect server refuses {gpus} slots of it ({error.response.text.strip()}); `prefect gcl inspect "
+            f"{limit}` shows how many it has",
+        ) from error
+    raise error
+
+
+async def _renewed(prefect: PrefectClient, lease: UUID) -> bool:
+    """Renew a lease; False when it has run out."""
+    try:
+        await prefect.renew_concurrency_lease(lease, lease_duration=LEASE_S)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code in (httpx.codes.GONE, httpx.codes.NOT_FOUND):
+            return False
+        raise
+    return True
+
+
+async def _release(prefect: PrefectClient, lease: UUID) -> None:
+    # One that has run out was given back by the server.
+    await prefect.release_concurrency_slots_with_lease(lease)
+
+
+def _leases(labels: Mapping[str, Label], holder: str | None = None) -> list[UUID]:
+    prefix = "lease." if holder is None else f"lease.{holder}."
+    return [_lease_id(value) for key, value in labels.items() if key.startswith(prefix) and value != _RELEASED]
+
+
+def _lease_id(value: Label) -> UUID:
+    return UUID(str(value).partition(" ")[0])
