@@ -68,6 +68,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy providers/airflow/airflow_cortex_training
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

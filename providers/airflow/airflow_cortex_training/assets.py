@@ -57,9 +57,8 @@ def watched_publications(
     from airflow_cortex_training.triggers.publication_events import CortexTrainingPublicationEventTrigger
 
     asset = publications(root, name=name)
-    trigger = CortexTrainingPublicationEventTrigger(
-        root=root, asset=asset.name, poll_s=poll_s, **({"credentials": credentials} if credentials else {})
-    )
+    given: dict[str, Any] = {"credentials": credentials} if credentials else {}
+    trigger = CortexTrainingPublicationEventTrigger(root=root, asset=asset.name, poll_s=poll_s, **given)
     trigger.check()
     asset.watchers = [AssetWatcher(name=f"{SCHEME}-publications", trigger=trigger)]
     return asset
@@ -109,7 +108,7 @@ def create_asset(*, root: str, name: str | None = None, extra: dict[str, Any] | 
         uri = f"{SCHEME}://s3/{root.removeprefix('s3://').strip('/')}"
     else:
         uri = f"{SCHEME}://file{_absolute('root', root)}"
-    named = {"name": name} if name else {}
+    named: dict[str, Any] = {"name": name} if name else {}
     return Asset(uri=uri, extra=extra, **named)
 
 

@@ -66,24 +66,26 @@ def cortex_training_job(
         deferrable: wait in the triggerer; default is Airflow's ``[operators] default_deferrable``.
         **create: further arguments of `CortexTrainingCreateJobOperator`.
     """
-    where = {"conn_id": conn_id, "database": database, "schema": schema, "endpoint": endpoint}
+    where: dict[str, Any] = {"conn_id": conn_id, "database": database, "schema": schema, "endpoint": endpoint}
     with TaskGroup(group_id=group_id) as group:
         # Two tasks, because a teardown runs when at least one of its setups succeeded: a job that was created and
         # waited for in vain must be cancelled, and a setup that does both would have failed as a whole.
         creating = CortexTrainingCreateJobOperator(task_id="create_job", sub_jobs=sub_jobs, **where, **create)
+        # An argument like any other: Airflow puts the id in its place before the task runs.
+        job_id: Any = creating.job_id_output
         waiting = CortexTrainingWaitForRunningSensor(
             task_id="wait_until_running",
-            job_id=creating.job_id_output,
+            job_id=job_id,
             timeout=wait_timeout_s,
             deferrable=deferrable,
             **where,
         )
         cancelling = CortexTrainingCancelJobOperator(
-            task_id="cancel_job", job_id=creating.job_id_output, root=root, credentials=credentials, **where
+            task_id="cancel_job", job_id=job_id, root=root, credentials=credentials, **where
         )
         creating.as_setup() >> waiting.as_setup()
         cancelling.as_teardown(setups=[creating, waiting])
-        yield JobGroup(creating.job_id_output, group, creating, waiting, cancelling)
+        yield JobGroup(job_id, group, creating, waiting, cancelling)
         _put_between(waiting, group, cancelling, own={creating.task_id, waiting.task_id, cancelling.task_id})
 
 

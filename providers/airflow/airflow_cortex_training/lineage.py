@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SOURCE = "cortex-training"
 
 
-def of_dataset(hook: Any, conn_id: str, sql: str, built: Mapping[str, Any] | None) -> OperatorLineage | None:
+def of_dataset(hook: Any, conn_id: str, sql: str, built: Mapping[str, Any] | None) -> OperatorLineage[Any, Any] | None:
     """Tables of the query -> the dataset. `built` is the operator's result, None when it made none.
 
     Without `sql` the rows came from a function, of whose inputs nothing is known.
@@ -46,7 +46,7 @@ def of_training(plan: Mapping[str, Any], result: Mapping[str, Any] | None, where
 
 def of_export(
     job_id: str, checkpoint_id: str, result: Mapping[str, Any] | None, where: ConnectionSettings
-) -> OperatorLineage | None:
+) -> OperatorLineage[Any, Any] | None:
     """A checkpoint of the service -> a folder of files."""
     if result is None or (lineage := _lineage()) is None:
         return None
@@ -59,7 +59,7 @@ def of_export(
     )
 
 
-def of_publication(root: str, result: Mapping[str, Any] | None) -> OperatorLineage | None:
+def of_publication(root: str, result: Mapping[str, Any] | None) -> OperatorLineage[Any, Any] | None:
     """A folder of files -> the log it was published in."""
     if result is None or (lineage := _lineage()) is None:
         return None
@@ -92,7 +92,7 @@ def _lineage() -> Any:
     return OperatorLineage
 
 
-def _tables(hook: Any, conn_id: str, sql: str) -> OperatorLineage | None:
+def _tables(hook: Any, conn_id: str, sql: str) -> OperatorLineage[Any, Any] | None:
     from airflow.providers.common.compat.openlineage.utils.sql import get_openlineage_facets_with_sql
 
     # Of the text of the query: columns would cost a query on information_schema for every dataset.
