@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cortex_training.local.models import model_folder
+from tests.conftest import RunningService, ServiceFactory, start_service
 from tests.faults.harness import Material, Scene
 from tests.faults.proxy import FaultProxy
 
@@ -16,7 +19,38 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return Material.make(tmp_path_factory.mktemp("material"), model_folder("tiny"))
 
 
+@pytest.fixture(scope="session")
+def hurt_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """One service for all nights that don't kill it; its weather is made by its control port."""
+    service = start_service(tmp_path_factory.mktemp("hurt_service"), gpus=4096, faults=[], execution_log_weights=True)
+    yield service
+    service.stop()
+
+
 @pytest.fixture
-def scene(tmp_path, local_service, material) -> Iterator[Scene]:
-    with FaultProxy(local_service.base_url) as proxy:
-        yield Scene(tmp_path, local_service, proxy, material)
+def scene(tmp_path: Path, hurt_service: RunningService, material: Material) -> Iterator[Scene]:
+    with FaultProxy(hurt_service.base_url) as proxy:
+        yield Scene(tmp_path, hurt_service, proxy, material)
+    hurt_service.control.clear()
+
+
+@pytest.fixture
+def own_scene(
+    tmp_path: Path, start_local_service: ServiceFactory, material: Material
+) -> Iterator[Callable[..., Scene]]:
+    """A function that makes a scene with a service of its own, started with the options given.
+
+    Called again, it starts another service in the place of the first, with its data unless told otherwise.
+    """
+    scenes: list[Scene] = []
+
+    def make(**options: Any) -> Scene:
+        service = start_local_service(**{"faults": [], "execution_log_weights": True, **options})
+        if not scenes:
+            scenes.append(Scene(tmp_path, service, FaultProxy(service.base_url).__enter__(), material))
+        scenes[0].service, scenes[0].proxy.upstream = service, service.base_url
+        return scenes[0]
+
+    yield make
+    for scene in scenes:
+        scene.proxy.__exit__()

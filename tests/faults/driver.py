@@ -15,7 +15,7 @@ import resource
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 KILL, TERMINATE, FREEZE, DISK_FULL, WRITE_FAILS = "kill", "terminate", "freeze", "disk-full", "write-fails"
@@ -33,12 +33,15 @@ class Hit:
 
 @dataclass(frozen=True)
 class Orders:
-    """What shall happen to one driver. `window_s` shortens the sending window, so that takeovers need less patience."""
+    """What shall happen to one driver. `window_s` shortens the sending window, so that takeovers need less patience;
+    `chunk_payload_bytes` makes a batch go out in chunks of so many bytes.
+    """
 
     hits: tuple[Hit, ...] = ()
     trace: str | None = None
     window_s: float = 1.0
     mistake: str | None = None
+    chunk_payload_bytes: int | None = None
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -163,6 +166,13 @@ def watch_the_transport(points: Points) -> None:
     transport._GuardedBody.write = writing
 
 
+def send_small_chunks(payload_bytes: int) -> None:
+    from cortex_training._chunks import CHUNK_OVERHEAD_BYTES
+    from cortex_training.protocol import training
+
+    training.ChunkedCall = partial(training.ChunkedCall, max_bytes=CHUNK_OVERHEAD_BYTES + payload_bytes)
+
+
 def main() -> int:
     orders = Orders.from_environment()
     from cortex_training.cli import main as command
@@ -174,6 +184,8 @@ def main() -> int:
         from tests.faults.mistakes import MISTAKES
 
         MISTAKES[orders.mistake].plant()
+    if orders.chunk_payload_bytes is not None:
+        send_small_chunks(orders.chunk_payload_bytes)
     watch_the_store(points)
     watch_the_transport(points)
     return command()

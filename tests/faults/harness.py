@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex_training.datasets import Dataset, build_dataset
+from cortex_training.local.control_client import ServiceControl
 from tests.faults.driver import Hit, Orders
 from tests.faults.nursery import Child
 from tests.faults.oracle import Evidence, Wrong, check_end, check_so_far, name_of
@@ -90,7 +91,11 @@ class Scene:
         self.doubled = 0
         self.restored = True
         self.mistake: str | None = None
-        self.patience_s = 60.0
+        self.chunk_payload_bytes: int | None = None
+        # Far beyond what a driver needs on a busy machine: only one that hangs is not done by then.
+        self.patience_s = 240.0
+        self.environment: dict[str, str] = {}
+        self.connection = ["--base-url", proxy.base_url, "--database", service.database, "--schema", service.schema]
         self._plan_file = folder / "plan.json"
         self.write_plan()
 
@@ -114,12 +119,9 @@ class Scene:
         self._plan_file.write_text(json.dumps(plan))
 
     def start(self, *hits: Hit, trace: Path | None = None, window_s: float = 1.0) -> Child:
-        orders = Orders(tuple(hits), str(trace) if trace else None, window_s, self.mistake)
-        arguments = [
-            *("cortex-training", "--base-url", self.proxy.base_url, "--database", self.service.database),
-            *("--schema", self.service.schema, "train", str(self._plan_file)),
-        ]
-        return Child(arguments, {"FAULTS": orders.to_environment()})
+        orders = Orders(tuple(hits), str(trace) if trace else None, window_s, self.mistake, self.chunk_payload_bytes)
+        arguments = ["cortex-training", *self.connection, "train", str(self._plan_file)]
+        return Child(arguments, {**self.environment, "FAULTS": orders.to_environment()})
 
     def wait(self, process: Child) -> Ended:
         """The end of a driver, checked: whatever it left behind must be right already."""
@@ -151,11 +153,22 @@ class Scene:
             check_so_far(self.evidence, self.material.reference, doubled=self.doubled)
 
     @property
+    def control(self) -> ServiceControl:
+        """The weather of the service; it changes for everybody who uses the service."""
+        control: ServiceControl = self.service.control
+        return control
+
+    @property
+    def job_id(self) -> str:
+        """The job that the run is in now."""
+        return self.evidence.segments[-1].job_id
+
+    @property
     def evidence(self) -> Evidence:
         return Evidence(self.root, self.service.execution_log(), restored=self.restored)
 
 
-def wait_until_frozen(process: Child, timeout_s: float = 60.0) -> bool:
+def wait_until_frozen(process: Child, timeout_s: float = 240.0) -> bool:
     """Wait until a driver was stopped by its own SIGSTOP; False when it ended instead."""
     try:
         return process.wait_until_frozen(timeout_s)

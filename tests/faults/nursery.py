@@ -149,7 +149,14 @@ def _fork_when_told(ours: socket.socket) -> int:
 
 
 def main() -> int:
-    import tests.faults.mistakes  # noqa: F401
+    # What `train` imports on its way; a child that needs more imports it itself.
+    for name in (
+        "cortex_training.aio",
+        "cortex_training.cli",
+        "cortex_training.training.loop",
+        "tests.faults.mistakes",
+    ):
+        importlib.import_module(name)
     from tests.faults import driver
 
     if threading.active_count() != 1:

@@ -26,6 +26,14 @@ class Reference:
     weights: dict[int, Weights] = field(default_factory=dict)
     """The weights that so many steps made; 0 are the initial ones."""
 
+    def weights_sha256(self, step: int) -> str:
+        """What an execution log says of these weights: SHA-256 over names, dtypes, shapes and bytes, by name."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.weights[step].items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
     def mean_loss(self, step: int) -> float:
         found = [loss for (at, _), loss in self.losses.items() if at == step]
         return sum(found) / len(found)
