@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PUBLIC_VENV ?= .venv-public
+PREFECT39_VENV ?= .venv-prefect39
 BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest
 
@@ -12,13 +13,13 @@ KEEP ?= 0
 # The image this runs on may switch bytecode off; without it every process that imports transformers pays seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test test-live test-long faults faults-selftest lint format bench dist clean
+.PHONY: help env demo test test-live test-long test-prefect39 faults faults-selftest lint format bench dist clean
 
 help:
 	@echo "make demo [ENGINE=airflow|prefect|cli] [MODEL=smollm2|tiny] [KEEP=1]   fine-tune on the local service"
 	@echo "make test        unit and end-to-end tests, a short live part"
 	@echo "make test-live   the live-cluster and fault suites"
-	@echo "make test-long   what takes too long for every change"
+	@echo "make test-long   what takes too long for every change; make test-prefect39 is a part of it"
 	@echo "make faults [N=100] [SEED=1]   random nights for the training run; make faults-selftest checks the judge"
 	@echo "make lint        ruff, mypy"
 	@echo "make bench       side-by-side measurements"
@@ -41,6 +42,14 @@ $(PUBLIC_VENV)/.ready: constraints/public-client.txt
 	  cortex-training torch numpy
 	touch $@
 
+# Prefect 3.9 needs a newer FastAPI than Airflow allows, so it has an environment of its own.
+$(PREFECT39_VENV)/.ready: constraints/prefect39.txt pyproject.toml providers/prefect/pyproject.toml
+	test -x $(PREFECT39_VENV)/bin/python || $(PYTHON) -m venv $(PREFECT39_VENV)
+	$(PREFECT39_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints/prefect39.txt \
+	  -e '.[all,local-snowflake]' -e 'providers/prefect[snowflake]' 'prefect>=3.9,<3.10' 'moto[server]' \
+	  psutil pytest pytest-asyncio pytest-timeout
+	touch $@
+
 demo: $(VENV)/.ready
 	$(BIN)/python -m demo --engine $(ENGINE) --model $(MODEL) $(if $(filter 1,$(KEEP)),--keep)
 
@@ -55,6 +64,10 @@ test-live: $(VENV)/.ready
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
 	AIRFLOW_LIVE_DATABASE=postgresql $(PYTEST) -m "live and not long" tests/live --ignore=tests/live/prefect
+	$(MAKE) test-prefect39
+
+test-prefect39: $(PREFECT39_VENV)/.ready
+	$(PREFECT39_VENV)/bin/python -m pytest -m "not long" tests/prefect tests/live/prefect
 
 faults: $(VENV)/.ready
 	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -m "live or long" tests/faults \
