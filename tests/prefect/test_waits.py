@@ -24,9 +24,10 @@ from demo.prefect_server import PrefectServer
 from prefect_cortex_training import await_remote
 from prefect_cortex_training.dispatch import run_to_end
 from prefect_cortex_training.handover import DONE, FAILED, Outcome, find_outcome, find_plan, leave_plan, training_id
-from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.labels import RunLabels, root_labels, roots_in
 from prefect_cortex_training.reconcile import Rules
 from prefect_cortex_training.waits import REQUEST, RUNNING, TRAINING, Wait
+from tests.publication.conftest import bucket, creds, s3_root, s3_server  # noqa: F401
 
 from .scripted_service import ScriptedService
 
@@ -185,6 +186,22 @@ def test_a_plan_is_found_where_it_was_left_and_nowhere_else(tmp_path: Any) -> No
         find_plan(plan.root, "attempt", ["another"])
     with pytest.raises(ConfigurationError, match="can't be read here"):
         find_plan(str(tmp_path / "elsewhere"), "attempt", ["nonce"])
+
+
+def test_a_plan_in_a_bucket_is_found_with_its_credentials(
+    tmp_path: Any,
+    s3_root: str,  # noqa: F811
+    creds: str,  # noqa: F811
+) -> None:
+    plan = plan_in(s3_root, credentials=creds)
+    leave_plan(plan, "attempt", "nonce")
+    assert find_plan(s3_root, "attempt", ["nonce"], creds) == plan
+    with pytest.raises(ConfigurationError, match=f"{tmp_path}/absent"):
+        find_plan(s3_root, "attempt", ["nonce"], f"secret:{tmp_path}/absent")
+    (root,) = roots_in(root_labels(s3_root, "cortex", creds))
+    assert (root.root, root.credentials, root.root_credentials) == (s3_root, "cortex", creds)
+    (root,) = roots_in(root_labels("a/folder", "cortex"))
+    assert root.root_credentials is None
 
 
 def test_what_is_done_stays_done_and_a_failure_ends_one_try() -> None:
