@@ -232,6 +232,27 @@ class TestSamplingSide:
             )
             assert task_run("discard").execute(discard) == {"job_id": job_id, "samples": len(sample_ids)}
 
+    def test_a_deployment_that_makes_a_request_of_it_is_waited_for(
+        self, task_run, service_connection, client, job_id, no_grace, monkeypatch
+    ) -> None:
+        sent: list[str] = []
+
+        def as_request(self: CortexTrainingClient, job_id: str, *_: Any, **__: Any) -> dict[str, Any]:
+            # Any request of the job will do: what the reply says is what is waited for.
+            sent.append(self.save(job_id, None, "resumable"))
+            return {"request_id": sent[-1]}
+
+        monkeypatch.setattr(CortexTrainingClient, "bootstrap_router_replay", as_request)
+        run = task_run("bootstrap")
+        bootstrap = CortexTrainingBootstrapRouterReplayOperator(
+            task_id="bootstrap", conn_id=service_connection, job_id=job_id, deferrable=True, inline_s=0.0
+        )
+        assert run.execute(bootstrap)["target_sub_job_id"] == f"{job_id}:training:0"
+        assert [event["request_id"] for event in run.events] == sent
+        run.retry()
+        run.execute(bootstrap)
+        assert len(sent) == 1
+
     def test_a_job_without_a_training_side_is_named(self, task_run, service_connection, client) -> None:
         job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(PARKED)]})["job_id"]
         bootstrap = CortexTrainingBootstrapRouterReplayOperator(

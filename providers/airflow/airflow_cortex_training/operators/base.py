@@ -74,8 +74,7 @@ class CortexTrainingOperator(BaseOperator):
 
 def with_fields(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an operator whose result is a dict: each of its fields becomes an XCom of its own, so that other
-    tasks
-    can refer to ``task.output["field"]``."""
+    tasks can refer to ``task.output["field"]``."""
     return {"multiple_outputs": True, **arguments}
 
 

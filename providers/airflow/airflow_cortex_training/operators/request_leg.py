@@ -2,8 +2,9 @@
 
 ::
 
-    execute           validate -> write intent -> POST once -> write request id -> poll a little -> defer (triggerer)
-    ask for the request's state; tells ids only execute_complete  fetch the result, or the error, and finish
+    execute           validate -> write intent -> POST once -> write request id -> poll a little -> defer
+    (triggerer)       ask for the request's state; tells ids only
+    execute_complete  fetch the result, or the error, and finish
 
 A retry begins with the record of the try before it: a request id is waited for again, an intent without one is
 settled by the operator's own rule, because nobody can know whether that POST arrived.
@@ -109,8 +110,8 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         """What to write down before the POST, beside the job and the operation."""
         return {}
 
-    def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str:
-        """POST once; returns the request id."""
+    def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str | dict[str, Any]:
+        """POST once; returns the request id, or the result itself of a call that is answered at once."""
         raise NotImplementedError
 
     def settle_intent(self, intent: Mapping[str, Any]) -> None:
@@ -138,7 +139,12 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             _check_kwargs(trigger)
         with hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
             note(self, CortexTrainingJobLink, job_url(client, self.job_id))
-            request_id = self._request_of_earlier_try(client, record) or self._submit(client, record)
+            request_id = self._request_of_earlier_try(client, record)
+            if request_id is None:
+                answer = self._submit(client, record)
+                if not isinstance(answer, str):
+                    return self.finish(client, answer, context)
+                request_id = answer
             self._submitted = (client, self.job_id, request_id)
             if not self.wait_for_completion:
                 return {"job_id": self.job_id, "request_id": request_id}
@@ -225,19 +231,20 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         self.log.info("waiting again for request %s of job %s", earlier["request_id"], self.job_id)
         return str(earlier["request_id"])
 
-    def _submit(self, client: CortexTrainingClient, record: DurableRecord) -> str:
+    def _submit(self, client: CortexTrainingClient, record: DurableRecord) -> str | dict[str, Any]:
         intent = {"operation": self.operation, **self.intent(client, record)}
         record.write(job_id=self.job_id, **intent)
         try:
-            request_id = self.submit(client, intent)
+            answer = self.submit(client, intent)
         except (ApiError, SendRefused, ConfigurationError, TransportError) as error:
             if not isinstance(error, TransportError) or error.sent is False:
                 # Not executed, provably: without this note the next try would have to take the intent for a sent call.
                 record.update(ended="refused")
             raise
-        record.update(request_id=request_id, started=time.time())
-        self.log.info("%s is request %s of job %s", self.operation, request_id, self.job_id)
-        return request_id
+        if isinstance(answer, str):
+            record.update(request_id=answer, started=time.time())
+            self.log.info("%s is request %s of job %s", self.operation, answer, self.job_id)
+        return answer
 
     def _complete(
         self, client: CortexTrainingClient, record: DurableRecord, request_id: str, wait_s: float, context: Context

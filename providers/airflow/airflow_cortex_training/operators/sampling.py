@@ -26,7 +26,7 @@ class CortexTrainingWeightSyncOperator(CortexTrainingRequestOperator):
         target_sub_job_ids: default all its sampling sub-jobs.
         weight_format: default ``lora`` when the training sub-job has a ``peft_config``, else the service's.
 
-    Returns (XCom): ``job_id``, ``source``, ``targets``.
+    Returns (XCom): ``job_id``.
     """
 
     template_fields = (

@@ -33,13 +33,13 @@ class CortexTrainingForwardBackwardOperator(CortexTrainingRequestOperator):
         frame_path: file that holds a DSSST1 frame: a path, or what Airflow's ``ObjectStoragePath`` opens.
         payload: readable JSON that `cortex_training.payloads` turns into a frame.
         dataset: path of a dataset's ``manifest.json``, with `step` (from 1), `micro_batch` (from 0),
-            `micro_batch_size`
-            (sequences), `micro_batches_per_step` and `seed`: the batch that a training run would send there.
+            `micro_batch_size` (sequences), `micro_batches_per_step` and `seed`: the batch that a training run would
+            send there.
 
     A retry sends the same bytes under the same group id, which the service runs at most once. A cleared task runs
     again.
 
-    Returns (XCom): ``job_id``, ``request_id``, ``loss`` and the numbers among the service's ``metrics``.
+    Returns (XCom): ``job_id``, ``loss``, and up to 16 of the numbers among the service's ``metrics``.
     """
 
     template_fields = (
@@ -132,13 +132,12 @@ class CortexTrainingStepOperator(CortexTrainingRequestOperator):
     Args:
         learning_rate: None leaves the rate to the job's optimizer.
         expected_global_step: what the job's step counter must be afterwards; the task fails when it is not. With it,
-            a
-            step that the service confirmed as failed may be sent again by a retry.
+            a step that the service confirmed as failed may be sent again by a retry.
 
     When the answer to the POST was lost, the task fails and no retry repeats it: a doubled step silently changes the
     training. A cleared task refuses too, as long as the job is the one it stepped before.
 
-    Returns (XCom): ``job_id``, ``request_id``, ``global_steps``, ``last_lr``.
+    Returns (XCom): ``job_id``, ``global_steps``, ``last_lr``.
     """
 
     template_fields = (*CortexTrainingRequestOperator.template_fields, "learning_rate", "expected_global_step")
