@@ -228,16 +228,24 @@ class Driver:
         micro_batch: int = 0,
         attempt: int = 0,
         repeatable: bool = False,
+        ahead: bool = False,
     ) -> Operation:
         """Intent, POST and the record of its request id. `repeatable` calls are sent again while the service is
-        unreachable.
+        unreachable. What is sent `ahead` is on record as that.
 
         Raises `OutcomeUnknown` when a call that may be sent only once may have been executed.
         """
         patience = time.monotonic() + self.plan.patience_s
+        intent = {
+            "op": op,
+            "step": step,
+            "micro_batch": micro_batch,
+            "attempt": attempt,
+            **({"ahead": True} if ahead else {}),
+        }
         while True:
             self.check_stop()
-            operation, problem = await unbroken(self._submit_once(op, step, call, micro_batch, attempt, repeatable))
+            operation, problem = await unbroken(self._submit_once(intent, call, repeatable))
             if problem is None:
                 return operation
             if time.monotonic() > patience:
@@ -248,12 +256,12 @@ class Driver:
             await self.pause(0.1 if isinstance(problem, SendRefused) else 1.0)
 
     async def _submit_once(
-        self, op: str, step: int, call: Submission, micro_batch: int, attempt: int, repeatable: bool
+        self, intent: Mapping[str, Any], call: Submission, repeatable: bool
     ) -> tuple[Operation, Exception | None]:
         """The operation and why it has no request yet, or None when it has one."""
         segment = self.segment
         window = SendingWindow(self._window_s())
-        intent = {"op": op, "segment": segment.number, "step": step, "micro_batch": micro_batch, "attempt": attempt}
+        intent = {**intent, "segment": segment.number}
         if window.length_s != SEND_WINDOW_S:
             intent["window_s"] = window.length_s
         began = time.monotonic()

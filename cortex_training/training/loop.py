@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cortex_training.datasets import Dataset, check_window
 from cortex_training.errors import ConfigurationError, CortexTrainingError, NotFoundError
 from cortex_training.training import operations, segments
+from cortex_training.training.ahead import Ahead
 from cortex_training.training.driver import Driver, SegmentLost
 from cortex_training.training.frames import Frames
 from cortex_training.training.journal import Superseded
@@ -125,6 +126,7 @@ async def _replace(driver: Driver, lost: SegmentLost) -> None:
 async def _train_segment(driver: Driver, frames: Frames) -> None:
     """Step by step to the end. Each turn looks at what the journal says is done, so it can begin anywhere."""
     plan = driver.plan
+    ahead = Ahead(driver, frames)
     while True:
         segment = driver.segment
         step = segment.confirmed_step
@@ -135,6 +137,7 @@ async def _train_segment(driver: Driver, frames: Frames) -> None:
         last = step >= plan.steps or over_budget
         due = last or plan.save_is_due(step, time.time() - segment.saved_at)
         if trained_here and due and not segment.saves(step):
+            await ahead.require_order(step)
             await operations.save(driver, step)
         if trained_here and _sync_due(driver, step, last):
             await operations.weight_sync(driver, step)
@@ -148,20 +151,20 @@ async def _train_segment(driver: Driver, frames: Frames) -> None:
                 await driver.record("paused", {"reason": reason})
                 raise RunFailed(reason)
             return
-        await _train_step(driver, frames, step + 1)
+        await _train_step(driver, frames, ahead, step + 1)
 
 
-async def _train_step(driver: Driver, frames: Frames, step: int) -> None:
+async def _train_step(driver: Driver, frames: Frames, ahead: Ahead, step: int) -> None:
     plan = driver.plan
     began, remote, waited = time.monotonic(), driver.remote_s, driver.waiting_s
     losses = []
     for micro_batch in range(plan.micro_batches_per_step):
-        loss = await operations.forward_backward(driver, frames, step, micro_batch)
+        loss = await operations.forward_backward(driver, frames, step, micro_batch, ahead.sent(step, micro_batch))
         await _require_no_divergence(driver, step - 1, loss)
         losses.append(loss)
         if micro_batch == 0:
             await operations.publish_verified(driver)
-    global_steps = await operations.optimizer_step(driver, step)
+    global_steps = await operations.optimizer_step(driver, step, lambda: ahead.send_behind(step))
     took = time.monotonic() - began
     tokens = await frames.tokens(step)
     rate = driver.learning_rate(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -23,32 +23,20 @@ _TRIES = 3
 """How often a harmless operation whose request the service forgot is sent again."""
 
 
-async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batch: int) -> float:
-    """Run one forward-backward and return its mean loss.
+async def forward_backward(
+    driver: Driver, frames: Frames, step: int, micro_batch: int, sent: Operation | None = None
+) -> float:
+    """Run one forward-backward, or wait for the one that was `sent` ahead, and return its mean loss.
 
     Sent again under the same group id whenever its answer is missing: the service runs a group once and answers a
     repetition with the first result. Only a request that the service confirmed as failed or cancelled gets another
-    attempt number.
+    attempt number, unless it was sent ahead: others are behind it then, and the segment can't go on.
     """
     segment = driver.segment
-    frame = await frames.frame(step, micro_batch)
     forgotten = 0
     while True:
-        attempt = segment.attempts_failed(step, micro_batch)
-        if attempt >= driver.plan.max_attempts:
-            raise RunFailed(
-                f"{driver.store.root}: forward-backward {micro_batch} of step {step} failed {attempt} times on job "
-                f"{segment.job_id}; look at the job's log, then raise max_attempts or mend the data"
-            )
-        group = identity.group_id(segment.job_id, segment.number, step, micro_batch, attempt)
-        operation = await driver.submit(
-            "forward_backward",
-            step,
-            partial(driver.client.forward_backward, segment.job_id, frame, chunk_group_id=group),
-            micro_batch=micro_batch,
-            attempt=attempt,
-            repeatable=True,
-        )
+        operation = sent or await send_forward_backward(driver, frames, step, micro_batch)
+        sent = None
         try:
             result = await driver.result(operation)
         except NotFoundError as error:
@@ -58,6 +46,8 @@ async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batc
             continue
         except RequestFailed as error:
             await _close(driver, operation, "failed", {"error": error.error[:500]})
+            if segment.was_sent_ahead(step):
+                raise SegmentLost(f"{segment.given_up}: {error}") from error
             driver.tell("recover", message=str(error))
             continue
         loss = loss_value(result)
@@ -65,8 +55,35 @@ async def forward_backward(driver: Driver, frames: Frames, step: int, micro_batc
         return float(loss)
 
 
-async def optimizer_step(driver: Driver, step: int) -> int:
-    """Step the optimizer once and return the service's ``global_steps``; a lost answer is settled by a save."""
+async def send_forward_backward(
+    driver: Driver, frames: Frames, step: int, micro_batch: int, *, ahead: bool = False
+) -> Operation:
+    """Submit a forward-backward under its own name; raises RunFailed when it failed too often."""
+    segment = driver.segment
+    attempt = segment.attempts_failed(step, micro_batch)
+    if attempt >= driver.plan.max_attempts:
+        raise RunFailed(
+            f"{driver.store.root}: forward-backward {micro_batch} of step {step} failed {attempt} times on job "
+            f"{segment.job_id}; look at the job's log, then raise max_attempts or mend the data"
+        )
+    frame = await frames.frame(step, micro_batch)
+    group = identity.group_id(segment.job_id, segment.number, step, micro_batch, attempt)
+    return await driver.submit(
+        "forward_backward",
+        step,
+        partial(driver.client.forward_backward, segment.job_id, frame, chunk_group_id=group),
+        micro_batch=micro_batch,
+        attempt=attempt,
+        repeatable=True,
+        ahead=ahead,
+    )
+
+
+async def optimizer_step(driver: Driver, step: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> int:
+    """Step the optimizer once and return the service's ``global_steps``; a lost answer is settled by a save.
+
+    `meanwhile` is done once the step is known to be a request of the service.
+    """
     segment = driver.segment
     rate = driver.learning_rate(step)
     try:
@@ -74,6 +91,8 @@ async def optimizer_step(driver: Driver, step: int) -> int:
     except OutcomeUnknown as unknown:
         driver.tell("recover", message=str(unknown))
         return await settle_step(driver, _open(driver, "step", step))
+    if meanwhile is not None:
+        await meanwhile()
     return await step_result(driver, operation)
 
 

@@ -79,6 +79,10 @@ class TrainingPlan:
             ends its job and fails; the same plan with a larger budget goes on from there.
         divergence: what counts as divergence, and what to do then.
         tail_service_log: hand new lines of the service's log to the progress callback.
+        submit_ahead: experimental: send the next step's forward-backwards behind a step before its result is there.
+            One that fails costs the segment.
+        assume_fifo: you know that this service runs a sub-job's requests in the order of their arrival, which it does
+            not promise; `submit_ahead` needs it.
         running_timeout_s: longest wait for a job to be running.
         request_timeout_s: longest wait for one request.
         patience_s: how long an unreachable service is waited for.
@@ -114,6 +118,8 @@ class TrainingPlan:
     max_gpu_seconds: float | None = None
     divergence: Divergence = field(default_factory=Divergence)
     tail_service_log: bool = False
+    submit_ahead: bool = False
+    assume_fifo: bool = False
     v: int = PLAN_VERSION
 
     @classmethod
@@ -206,6 +212,13 @@ class TrainingPlan:
                 self.checkpoint_type,
                 'nothing can go on from such a save; use resumable, or say resume = "none"',
             )
+        if self.submit_ahead and not self.assume_fifo:
+            raise ConfigurationError.of(
+                "plan.submit_ahead",
+                True,
+                "it trains something else on a service that changes the order of requests: run `cortex-training "
+                "conformance` against it, then say assume_fifo = true; or leave both out",
+            )
         # The warm-up of a plan in passes is compared once the data says how many steps that is.
         self.learning_rate.validate(self.steps if self.passes is None else None)
         self.divergence.validate()
@@ -229,7 +242,8 @@ class TrainingPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError.of(f"plan.{name}", value, "give a number above 0")
-        for name, kind in (("learning_rate", LearningRate), ("divergence", Divergence), ("tail_service_log", bool)):
+        switches = tuple((name, bool) for name in ("tail_service_log", "submit_ahead", "assume_fifo"))
+        for name, kind in (("learning_rate", LearningRate), ("divergence", Divergence), *switches):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigurationError.of(
                     f"plan.{name}", getattr(self, name), "give true or false" if kind is bool else "give an object"

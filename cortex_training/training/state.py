@@ -30,6 +30,7 @@ class Operation:
     status: str = "open"
     result: dict[str, Any] = field(default_factory=dict)
     window_s: float | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,17 @@ class Segment:
             return self.ended
         if self.rescued is not None:
             return f"step {self.rescued.step + 1} was sent and may still land on job {self.job_id}"
-        failed = next((o for o in self.of("step", self.confirmed_step + 1) if o.status == "failed"), None)
-        return f"step {failed.step} failed on job {self.job_id}" if failed else None
+        next_step = self.confirmed_step + 1
+        if any(o.status == "failed" for o in self.of("step", next_step)):
+            return f"step {next_step} failed on job {self.job_id}"
+        batches = self.of("forward_backward", next_step)
+        if self.was_sent_ahead(next_step) and any(o.status == "failed" for o in batches):
+            return f"a forward-backward of step {next_step} that was sent ahead failed on job {self.job_id}"
+        return None
+
+    def was_sent_ahead(self, step: int) -> bool:
+        """Whether a forward-backward of `step` was sent before the result of the step before it was there."""
+        return any(o.ahead for o in self.of("forward_backward", step))
 
     @property
     def loaded(self) -> bool:
@@ -298,6 +308,7 @@ def _intent(state: RunState, record: Record) -> None:
         record.number, body["op"], body["segment"], body["step"], body.get("micro_batch", 0), body.get("attempt", 0)
     )
     operation.window_s = body.get("window_s")
+    operation.ahead = body.get("ahead", False)
     segment = state.segments[-1]
     segment.add(operation)
     state._operations[record.number] = (segment, operation)
