@@ -90,7 +90,7 @@ class ApiError(CortexTrainingError, requests.HTTPError):
         coded = f" [{code}]" if code and code != str(status) else ""
         text = f"{method} {path} was answered {status}{coded}: {said}".strip()
         if advice:
-            text += f" {advice}"
+            text += f"{'' if text.endswith(('.', '!', '?')) else '.'} {advice}"
         if request_id:
             text += f" (snowflake request id: {request_id})"
         requests.HTTPError.__init__(self, text, response=response)

@@ -129,3 +129,8 @@ def test_a_restart_of_the_workers_is_told_from_a_conflict() -> None:
     assert not refusals.is_zone_restarting(Response(409, {}, b'{"message": "job is terminated"}'))
     group = {"detail": {"code": "chunk_group_restart_required", "message": "restarting needed"}}
     assert not refusals.is_zone_restarting(Response(409, {}, json.dumps(group).encode()))
+
+
+@pytest.mark.parametrize("said", ["the token expired", "the token expired."])
+def test_advice_is_a_sentence_of_its_own(said: str) -> None:
+    assert "the token expired. Check the credential." in str(error_of(401, {"code": "390100", "message": said}))
