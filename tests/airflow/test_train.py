@@ -21,7 +21,7 @@ from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers import train as train_trigger
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
 from cortex_training.client import CortexTrainingClient
-from cortex_training.errors import DeadlineExceeded
+from cortex_training.errors import CortexTrainingError, DeadlineExceeded
 from cortex_training.publication import PosixStore, PublicationLog
 from cortex_training.states import is_terminal_job
 from cortex_training.training import TrainingPlan, status
@@ -183,6 +183,27 @@ async def test_a_trigger_that_sees_no_root_says_so(service_connection, tmp_path)
     assert event["status"] == "failed"
     assert "root" in event["error"]
     assert "not visible from the triggerer" in event["error"]
+
+
+async def test_a_plan_of_a_newer_worker_is_retried_and_its_jobs_live_on(
+    task_run, service_connection, manifest, root, no_grace, monkeypatch
+) -> None:
+    trigger = defer(train(service_connection, plan(root, manifest, steps=4)), task_run("train")).trigger
+    (path,) = (Path(root) / "exec").glob("*/plan.json")
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"plan": document["plan"] | {"of_tomorrow": True}}))
+    event = await _fire(trigger)
+    assert not event["permanent"]
+    assert "another release" in event["error"]
+    assert "of_tomorrow" in event["error"]
+    assert "restart" in event["error"]
+
+    cancelled: list[object] = []
+    operator = train(service_connection, plan(root, manifest, steps=4))
+    monkeypatch.setattr(operator, "_cancel_journal", lambda *given: cancelled.append(given))
+    with pytest.raises(CortexTrainingError, match="another release"):
+        operator.execute_complete(task_run("train", retries=2).context(), event)
+    assert not cancelled
 
 
 async def test_a_trigger_of_an_earlier_try_stands_by(
@@ -385,6 +406,31 @@ async def test_a_user_who_ends_the_task_ends_its_job(
         await task
     await trigger.on_kill()
     assert await asyncio.to_thread(jobs_alive, local_service, root) == []
+
+
+def test_who_opted_out_keeps_the_jobs(
+    task_run, service_connection, local_service, manifest, root, no_grace, monkeypatch
+) -> None:
+    monkeypatch.setattr(kill, "_state", lambda ti: ("failed", True))
+    made = plan(root, manifest, steps=1, save_every_steps=1, when_done="keep")
+    kept = defer(train(service_connection, made, cancel_on_kill=False), task_run("train")).trigger
+    assert asyncio.run(_fire(kept))["status"] == "trained"
+    alive = jobs_alive(local_service, root)
+    assert len(alive) == 1
+
+    again = _copy(kept)
+    again.task_instance = SimpleNamespace(dag_id="d", task_id="t", run_id="r", map_index=-1)
+    assert again.cancel_on_kill is False
+    asyncio.run(again.on_kill())
+    # On a worker, while it drives the run.
+    operator = train(service_connection, made, deferrable=False, cancel_on_kill=False)
+    operator._driving = (TrainingPlan.from_dict(made), operator.hook.settings())
+    operator.on_kill()
+    assert jobs_alive(local_service, root) == alive
+
+    operator.cancel_on_kill = True
+    operator.on_kill()
+    assert jobs_alive(local_service, root) == []
 
 
 def _wait_for_losses(root: str) -> None:

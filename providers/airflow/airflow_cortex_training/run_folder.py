@@ -13,7 +13,7 @@ import time
 
 from airflow_cortex_training import roots
 from airflow_cortex_training.connection import ConnectionSettings
-from cortex_training.errors import ConfigurationError
+from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.publication import RootError
 from cortex_training.training import TrainingPlan, status
 from cortex_training.training.journal import Record, read_journal
@@ -33,6 +33,13 @@ class RootNotVisible(ConfigurationError):
     """The root that a worker prepared can't be read here."""
 
 
+class PlanOfAnotherRelease(CortexTrainingError):
+    """The worker checked its plan, and this process does not understand it: the two run different releases.
+
+    No `ConfigurationError`, after which the run's jobs are cancelled: once both run the same release, the run goes on.
+    """
+
+
 class PlanReplaced(Exception):
     """Another try of the task has written its own plan since: this trigger's run is not wanted any more."""
 
@@ -48,7 +55,8 @@ def write_plan(plan: TrainingPlan, attempt: str, nonce: str) -> None:
 
 
 def read_plan(root: str, attempt: str, nonce: str, credentials: str | None = None) -> TrainingPlan:
-    """The plan that the worker left. Raises `RootNotVisible` or `PlanReplaced`, and for a bucket what its store raises.
+    """The plan that the worker left. Raises `RootNotVisible`, `PlanReplaced` or `PlanOfAnotherRelease`, and for a
+    bucket what its store raises.
 
     `credentials`, here and below, is the plan's: a list ``kind:location,…`` for roots in a bucket.
     """
@@ -59,7 +67,7 @@ def read_plan(root: str, attempt: str, nonce: str, credentials: str | None = Non
 
 
 def _written_plan(root: str, attempt: str, credentials: str | None) -> tuple[str, TrainingPlan]:
-    """The nonce and the plan of the latest try. Raises `RootNotVisible`."""
+    """The nonce and the plan of the latest try. Raises `RootNotVisible` or `PlanOfAnotherRelease`."""
     try:
         document = json.loads(roots.open_root(root, credentials).read(_name(attempt)))
         nonce, plan = document["nonce"], document["plan"]
@@ -69,7 +77,14 @@ def _written_plan(root: str, attempt: str, credentials: str | None) -> tuple[str
             "shared path or s3:// that workers and triggerers see under the same name, or deferrable=False",
             field="plan.root",
         ) from error
-    return nonce, TrainingPlan.from_dict(plan)
+    try:
+        return nonce, TrainingPlan.from_dict(plan)
+    except ConfigurationError as error:
+        raise PlanOfAnotherRelease(
+            f"the plan in {root}/{_name(attempt)} was written by another release than the triggerer's ({error.field}): "
+            "install the worker's release of cortex-training-client where triggerers run, restart them, then retry "
+            "the task"
+        ) from error
 
 
 def was_begun(root: str) -> bool:
@@ -128,7 +143,7 @@ def _longest_silence_s(records: list[Record], root: str, attempt: str, credentia
         return SILENT_S
     try:
         return SILENT_S + _written_plan(root, attempt, credentials)[1].running_timeout_s
-    except ConfigurationError:
+    except (ConfigurationError, PlanOfAnotherRelease):
         # Whoever takes over needs the plan too, and says what is wrong with it.
         return SILENT_S
 
