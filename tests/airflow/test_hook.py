@@ -109,6 +109,14 @@ def test_the_forms_button_asks_the_service(service_connection, connection, monke
     assert CortexTrainingHook("nowhere").test_connection() == (False, str(_refusal("nowhere")))
 
 
+def test_the_forms_button_does_not_name_the_connection_airflow_made_up_for_it(connection) -> None:
+    # Airflow tests under a random id, which nobody could find in the list or in a variable.
+    ok, why = CortexTrainingHook(connection("lwrdgl6s", password="")).test_connection()
+    assert not ok
+    assert why.startswith("password is empty: give a programmatic access token")
+    assert "lwrdgl6s" not in why.lower()
+
+
 def _refusal(conn_id: str) -> ConfigurationError:
     with pytest.raises(ConfigurationError) as refusal:
         CortexTrainingHook(conn_id).settings()

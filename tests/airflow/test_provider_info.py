@@ -68,3 +68,14 @@ def test_airflow_discovers_the_connection_type_with_its_form() -> None:
     fields = INFO["connection-types"][0]["conn-fields"]
     assert set(fields) == {"database", "endpoint", "hardware", "verify", "ca_bundle", "snowflake_conn_id", "proxy"}
     assert fields["proxy"]["schema"]["format"] == "password"
+
+
+def test_the_form_asks_for_the_port_that_airflows_test_button_compares() -> None:
+    # It sends 0 for a port that is not stored, and refuses to fill in the stored token for "another" connection.
+    behaviour = INFO["connection-types"][0]["ui-field-behaviour"]
+    assert "port" not in behaviour["hidden-fields"]
+
+
+def test_placeholders_fit_into_their_fields() -> None:
+    placeholders = INFO["connection-types"][0]["ui-field-behaviour"]["placeholders"]
+    assert max(map(len, placeholders.values())) <= 65

@@ -125,6 +125,11 @@ class ConnectionSettings:
         }
 
 
+def in_the_form(message: str, conn_id: str) -> str:
+    """What was said of a connection, for a person who has its form open: Airflow tests that under a random id."""
+    return message.removeprefix(f"connection {conn_id!r}: ").replace(_places(conn_id), "")
+
+
 def snowflake_conn_id(conn_id: str, extra: Mapping[str, Any]) -> str | None:
     """The Snowflake connection whose login is reused, if one is."""
     return _text(conn_id, extra, "snowflake_conn_id")
@@ -188,11 +193,12 @@ def _boolean(conn_id: str, name: str, value: object) -> bool:
 
 def _required(conn_id: str, name: str, value: str | None, *, what: str = "a value") -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigurationError(
-            f"connection {conn_id!r}: {name} is empty: give {what} in {_FORM} or in AIRFLOW_CONN_{conn_id.upper()}",
-            field=name,
-        )
+        raise ConfigurationError(f"connection {conn_id!r}: {name} is empty: give {what}{_places(conn_id)}", field=name)
     return value.strip()
+
+
+def _places(conn_id: str) -> str:
+    return f" in {_FORM} or in AIRFLOW_CONN_{conn_id.upper()}"
 
 
 def _wrong(conn_id: str, name: str, value: object, fix: str) -> ConfigurationError:

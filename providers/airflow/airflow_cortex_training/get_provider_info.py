@@ -75,7 +75,8 @@ def _connection_type() -> dict[str, Any]:
         "hook-class-name": f"{_PACKAGE}.hooks.cortex_training.CortexTrainingHook",
         "hook-name": "Cortex Training",
         "ui-field-behaviour": {
-            "hidden-fields": ["login", "port", "extra"],
+            # Not the port: Airflow's Test button takes a stored connection without one for another connection.
+            "hidden-fields": ["login", "extra"],
             "relabeling": {
                 "host": "Account host or URL",
                 "schema": "Schema",
@@ -84,7 +85,8 @@ def _connection_type() -> dict[str, Any]:
             "placeholders": {
                 "host": "myorg-myaccount.snowflakecomputing.com or http://127.0.0.1:8080",
                 "schema": "PUBLIC",
-                "password": "PAT of the user that owns the jobs; empty with a Snowflake connection below",
+                "port": "443",
+                "password": "empty with a Snowflake connection below",
             },
         },
         "conn-fields": {

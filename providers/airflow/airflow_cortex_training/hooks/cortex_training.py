@@ -10,7 +10,7 @@ from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.sdk.log import amask_secret, mask_secret
 
-from airflow_cortex_training.connection import ConnectionSettings, Target, snowflake_conn_id
+from airflow_cortex_training.connection import ConnectionSettings, Target, in_the_form, snowflake_conn_id
 from airflow_cortex_training.snowflake_login import SnowflakeLogin
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 
@@ -111,7 +111,7 @@ class CortexTrainingHook(BaseHook):
             with self._client(settings, request_timeout=(_TEST_TIMEOUT_S, _TEST_TIMEOUT_S), max_retries=0) as client:
                 client.get_capacity()
         except CortexTrainingError as error:
-            return False, str(error)
+            return False, in_the_form(str(error), self.conn_id)
         return True, f"{settings.base_url} answers for {settings.database}.{settings.schema} ({settings.endpoint})"
 
     def _read(self, connection: Connection, extra: dict[str, Any], login: SnowflakeLogin | None) -> ConnectionSettings:
