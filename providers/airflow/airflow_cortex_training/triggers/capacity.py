@@ -11,13 +11,14 @@ from airflow_cortex_training.capacity import Enough, enough
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.stored import StoredArguments
+from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
 from cortex_training.protocol.pace import Bounds
 
 _BOUNDS = Bounds(shortest_s=5.0, longest_s=60.0)
 
 
-class CortexTrainingCapacityTrigger(BaseTrigger):
+class CortexTrainingCapacityTrigger(StoredArguments, BaseTrigger):
     """Fires once when `gpus` GPUs of `hardware` are free, when the service tells nothing, or at the deadline.
 
     It only reads. Other arguments as in `CortexTrainingRequestTrigger`.
@@ -46,23 +47,8 @@ class CortexTrainingCapacityTrigger(BaseTrigger):
         self.unknown = unknown
         self._available: int | None = None
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "target": self.target,
-                "gpus": self.gpus,
-                "hardware": self.hardware,
-                "started": self.started,
-                "not_before": self.not_before,
-                "deadline": self.deadline,
-                **self.unknown,
-            },
-        )
-
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         async with open_hub(Target(**self.target)) as hub:
             outcome = await wait_for(
                 lambda: self._look(hub),

@@ -10,7 +10,8 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.stored import StoredArguments
+from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
 from cortex_training.errors import NotFoundError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.states import is_terminal_job
@@ -18,7 +19,7 @@ from cortex_training.states import is_terminal_job
 _BOUNDS = Bounds(shortest_s=1.0, longest_s=10.0)
 
 
-class CortexTrainingJobEndsTrigger(BaseTrigger):
+class CortexTrainingJobEndsTrigger(StoredArguments, BaseTrigger):
     """Fires once when all of `job_ids` have ended, or are unknown to the service, or at the deadline. It only reads.
 
     Args:
@@ -51,23 +52,8 @@ class CortexTrainingJobEndsTrigger(BaseTrigger):
         self.unknown = unknown
         self._alive = list(job_ids)
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "target": self.target,
-                "job_ids": self.job_ids,
-                "cancelled": self.cancelled,
-                "started": self.started,
-                "not_before": self.not_before,
-                "deadline": self.deadline,
-                **self.unknown,
-            },
-        )
-
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         async with open_hub(Target(**self.target)) as hub:
             outcome = await wait_for(
                 lambda: self._look(hub),

@@ -13,7 +13,8 @@ from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.stored import StoredArguments
+from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
 from cortex_training.errors import ConflictError, NotFoundError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.states import JobState, is_terminal_job, job_state
@@ -21,7 +22,7 @@ from cortex_training.states import JobState, is_terminal_job, job_state
 _BOUNDS = Bounds(shortest_s=2.0, longest_s=20.0)
 
 
-class CortexTrainingJobTrigger(BaseTrigger):
+class CortexTrainingJobTrigger(StoredArguments, BaseTrigger):
     """Fires once when a job runs, when it ended, or at the deadline.
 
     It cancels the job only for a task that owns it, and only when a user ends that task: `cancel_on_kill` and
@@ -52,24 +53,8 @@ class CortexTrainingJobTrigger(BaseTrigger):
         self.v = v
         self.unknown = unknown
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "target": self.target,
-                "job_id": self.job_id,
-                "started": self.started,
-                "not_before": self.not_before,
-                "deadline": self.deadline,
-                "generation": self.generation,
-                "cancel_on_kill": self.cancel_on_kill,
-                **self.unknown,
-            },
-        )
-
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         async with open_hub(Target(**self.target)) as hub:
             outcome = await wait_for(
                 lambda: self._look(hub),

@@ -13,7 +13,8 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cortex_training.roots import open_log
 from airflow_cortex_training.triggers.events import Status, event
-from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.stored import StoredArguments
+from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
 from cortex_training.protocol.pace import Bounds
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ FRESH_S = 1.0
 """A listing that is not older than this answers everybody."""
 
 
-class CortexTrainingPublicationTrigger(BaseTrigger):
+class CortexTrainingPublicationTrigger(StoredArguments, BaseTrigger):
     """Fires once when the latest publication of `root` is later than `after` and has `min_step` steps, or at the
     deadline.
 
@@ -63,24 +64,8 @@ class CortexTrainingPublicationTrigger(BaseTrigger):
         self.unknown = unknown
         self._found: dict[str, Any] = {}
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "root": self.root,
-                "credentials": self.credentials,
-                "after": self.after,
-                "min_step": self.min_step,
-                "started": self.started,
-                "not_before": self.not_before,
-                "deadline": self.deadline,
-                **self.unknown,
-            },
-        )
-
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         with shared_listing(self.root, self.credentials) as listing:
             outcome = await wait_for(
                 lambda: self._look(listing),

@@ -18,7 +18,7 @@ from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
 from airflow_cortex_training.assets import DEFAULT_POLL_S, about
 from airflow_cortex_training.roots import open_log
-from airflow_cortex_training.triggers.waiting import check_version
+from airflow_cortex_training.triggers.stored import StoredArguments
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.publication import Entry, PublicationLog, RootError
 
@@ -28,7 +28,7 @@ MAX_SEEN = 2000
 _COMPLAIN_EVERY_S = 300.0
 
 
-class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
+class CortexTrainingPublicationEventTrigger(StoredArguments, BaseEventTrigger):
     """Fires for each entry that appears in the publication log at `root`. Made by `assets.watched_publications`.
 
     Args:
@@ -57,19 +57,6 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
         self.v = v
         self.unknown = unknown
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "root": self.root,
-                "asset": self.asset,
-                "credentials": self.credentials,
-                "poll_s": self.poll_s,
-                **self.unknown,
-            },
-        )
-
     def check(self) -> None:
         """Raise `ConfigurationError` for arguments that can't be watched. Called when a DAG file is parsed."""
         if self.poll_s <= 0:
@@ -83,7 +70,7 @@ class CortexTrainingPublicationEventTrigger(BaseEventTrigger):
             raise ConfigurationError.of("credentials", None, "an s3:// root needs kind:location, e.g. airflow:CONN_ID")
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         self.check()
         remembered = cursor = await self._read_cursor()
         complained = -_COMPLAIN_EVERY_S

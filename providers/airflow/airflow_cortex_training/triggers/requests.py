@@ -13,7 +13,8 @@ from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.events import Status, event
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.waiting import Outcome, check_version, sleep_until, wait_for
+from airflow_cortex_training.triggers.stored import StoredArguments
+from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
 from cortex_training.errors import ApiError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.protocol.polling import POLL_REFUSALS
@@ -23,7 +24,7 @@ _BOUNDS = Bounds(shortest_s=1.0, longest_s=15.0)
 STREAMING_OPERATIONS = frozenset({"generate-stream"})
 
 
-class CortexTrainingRequestTrigger(BaseTrigger):
+class CortexTrainingRequestTrigger(StoredArguments, BaseTrigger):
     """Fires once when a request has its result or error, when its job ended, or at the deadline. It only reads.
 
     Args:
@@ -66,26 +67,8 @@ class CortexTrainingRequestTrigger(BaseTrigger):
         self.v = v
         self.unknown = unknown
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "target": self.target,
-                "job_id": self.job_id,
-                "request_id": self.request_id,
-                "operation": self.operation,
-                "started": self.started,
-                "not_before": self.not_before,
-                "deadline": self.deadline,
-                "generation": self.generation,
-                "cancel_on_kill": self.cancel_on_kill,
-                **self.unknown,
-            },
-        )
-
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         outcome = await self._wait()
         await sleep_until(self.not_before)
         yield TriggerEvent(

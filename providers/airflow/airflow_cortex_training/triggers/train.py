@@ -16,7 +16,8 @@ from airflow_cortex_training.run_folder import PlanReplaced, end_run, is_let_go,
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.engine import STOP_S, EngineRun
 from airflow_cortex_training.triggers.events import Status, event
-from airflow_cortex_training.triggers.waiting import check_version, sleep_until
+from airflow_cortex_training.triggers.stored import StoredArguments
+from airflow_cortex_training.triggers.waiting import sleep_until
 from cortex_training.errors import AuthError, ConfigurationError, CortexTrainingError
 from cortex_training.training import TrainingPlan
 
@@ -24,7 +25,7 @@ SUPERSEDED_LOOK_S = 15.0
 _TELL_EVERY_S = 2.0
 
 
-class CortexTrainingTrainTrigger(BaseTrigger):
+class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
     """Drives the run in `root` to its end and fires once.
 
     It may start again at any moment and on any triggerer: the run's root says what was done, and the journal covers
@@ -71,26 +72,8 @@ class CortexTrainingTrainTrigger(BaseTrigger):
         self._run: EngineRun | None = None
         self._told_at, self._told = 0.0, ""
 
-    def serialize(self) -> tuple[str, dict[str, Any]]:
-        return (
-            f"{self.__class__.__module__}.{self.__class__.__qualname__}",
-            {
-                "v": self.v,
-                "target": self.target,
-                "root": self.root,
-                "attempt": self.attempt,
-                "nonce": self.nonce,
-                "not_before": self.not_before,
-                "deadline": self.deadline,
-                "generation": self.generation,
-                "cancel_on_kill": self.cancel_on_kill,
-                "credentials": self.credentials,
-                **self.unknown,
-            },
-        )
-
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        check_version(self, self.v, self.unknown)
+        self.check_version()
         payload = await self._payload()
         await sleep_until(self.not_before)
         yield TriggerEvent(payload)

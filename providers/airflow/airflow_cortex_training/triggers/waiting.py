@@ -21,13 +21,6 @@ from cortex_training.errors import (
 )
 from cortex_training.protocol.pace import Bounds, Pace
 
-TRIGGER_VERSION = 3
-"""The highest version of kwargs that is read here. A trigger class writes the one at which its own fields last changed.
-
-1: the first. 2: job and training triggers got ``cancel_on_kill``, job triggers ``generation``. 3: the
-trigger of jobs that end.
-"""
-
 LOST_AFTER_S = 60.0
 """A 404 is believed after so long: ids created on one node may be unknown to another for some seconds."""
 
@@ -105,16 +98,3 @@ def is_transient(error: BaseException) -> bool:
 async def sleep_until(moment: float) -> None:
     """`moment` in UTC epoch seconds."""
     await asyncio.sleep(max(0.0, moment - time.time()))
-
-
-def check_version(trigger: object, version: int, unknown: dict[str, Any]) -> None:
-    """Raise when the kwargs of a trigger were written by a newer release than this one.
-
-    Called from ``run``, not from ``__init__``: an exception there would end Airflow's whole trigger runner.
-    """
-    if version > TRIGGER_VERSION or unknown:
-        raise RuntimeError(
-            f"{type(trigger).__name__} was deferred by a newer release (version {version}, unknown fields "
-            f"{sorted(unknown)}); this triggerer reads up to version {TRIGGER_VERSION}. Upgrade "
-            "airflow-provider-cortex-training where triggerers run, then retry the task."
-        )
