@@ -32,6 +32,7 @@ _OPERATION_BODY_BYTES = 82 * 1024 * 1024
 """The operation `forward` carries a frame of up to 60 MiB in base64."""
 _SMALL_JSON_BYTES = 256 * 1024
 """Up to this size JSON is read in the event loop; more would keep it from everyone else."""
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -100,7 +101,7 @@ class _Json(JSONResponse):
     """JSON in ASCII: a text that a caller sent may hold what UTF-8 cannot."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return _ENCODER.encode(content).encode()
 
 
 class Calls:
@@ -251,9 +252,11 @@ class _FrontDoor:
         if self._hosts is not None and name.lower() not in self._hosts:
             # A page of another site whose name was made to point here would arrive with its own name.
             return Refusal(421, f"this service does not answer for the host {name!r:.100}")
-        if request.url.path in PUBLIC_PATHS:
+        # The path that is routed. That of `request.url` is parsed out of a text which begins with the caller's Host.
+        path = request.scope["path"]
+        if path in PUBLIC_PATHS:
             return None
-        return self._credentials.refusal(request.url.path, request.headers.get("authorization", ""))
+        return self._credentials.refusal(path, request.headers.get("authorization", ""))
 
 
 def _scope_of(request: Request) -> tuple[str, str]:

@@ -314,6 +314,13 @@ def test_a_token_is_asked_for_when_there_is_one(contrary_service: RunningService
     refused(caller.call("GET", ""), 401)
 
 
+@pytest.mark.parametrize("tail", [":80/exports/?", ":80/?", ":80/openapi.json#", "/exports/?", "@127.0.0.1/exports/?"])
+def test_a_host_cannot_stand_in_for_an_open_path(contrary_service: RunningService, tail: str) -> None:
+    headers = {"host": "127.0.0.1" + tail}
+    reply = requests.get(f"{contrary_service.url}/capacity", headers=headers, timeout=30)
+    assert reply.status_code in (401, 421), reply.text
+
+
 def test_half_open_connections_do_not_block_others(caller: Caller, local_service: RunningService) -> None:
     host, port = local_service.base_url.removeprefix("http://").split(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(200)]
