@@ -82,6 +82,18 @@ class ScriptedService:
         self._called("load", job_id, checkpoint_id, source_job_id)
         return self._request("load", {"global_steps": self.global_steps})
 
+    async def weight_sync(
+        self, job_id: str, source: str, targets: list[str], *, weight_format: str | None = None
+    ) -> str:
+        self._called("weight_sync", job_id, source, targets)
+        return self._request("weight_sync", {})
+
+    async def generate(
+        self, job_id: str, prompts: list[Any], sampling_params: dict[str, Any] | None, routing_key: str | None
+    ) -> str:
+        self._called("generate", job_id, prompts)
+        return self._request("generate", {"results": [{"text": "a completion"} for _ in prompts]})
+
     async def list_checkpoints(self, job_id: str) -> list[dict[str, Any]]:
         return self.checkpoints
 

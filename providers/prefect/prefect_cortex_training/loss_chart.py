@@ -42,8 +42,10 @@ def loss_chart(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     for loss in _round_values(low, high):
         parts.append(f'<path d="M{_LEFT} {y(loss):.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y(loss) + 5:.1f}" {_FONT} text-anchor="end">{loss:.4g}</text>')
-    for step in sorted({round(first + (last - first) * number / (_TICKS - 1)) for number in range(_TICKS)}):
-        parts.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - _BOTTOM + 24}" {_FONT} text-anchor="middle">{step}</text>')
+    for step in _round_values(first, last):
+        if step == int(step):
+            place = f'x="{x(step):.1f}" y="{_HEIGHT - _BOTTOM + 24}"'
+            parts.append(f'<text {place} {_FONT} text-anchor="middle">{int(step)}</text>')
     parts.append(f'<text x="{_WIDTH / 2:.0f}" y="{_HEIGHT - 10}" {_FONT} text-anchor="middle">optimizer step</text>')
     line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in points)
     parts.append(f'<polyline points="{line}" fill="none" stroke="#1f6feb" stroke-width="2"/>')

@@ -65,7 +65,7 @@ def loss_page(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str,
 
     The picture is in the page, as its own address: an image artifact is an address that somebody has to serve.
     """
-    facts = ("job_id", "checkpoint_id", "entry", "global_steps", "segments")
+    facts = ("job_id", "checkpoint_id", "global_steps", "segments", "epoch")
     lines = [f"| {fact} | `{result[fact]}` |" for fact in facts if result.get(fact) is not None]
     picture = base64.b64encode(loss_chart(rows, _title(name, rows)).encode()).decode()
     return "\n".join(["| | |", "| --- | --- |", *lines, "", f"![loss](data:image/svg+xml;base64,{picture})", ""])
