@@ -8,6 +8,7 @@ import pytest
 from cortex_training.errors import AuthError
 from cortex_training.publication.log import PublicationLog
 from cortex_training.training import RunFailed, Superseded, cancel_jobs, end_run, run, status
+from tests.conftest import start_service
 from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, FaultProxy
 from tests.training.conftest import Runs
 
@@ -52,15 +53,23 @@ def cancel(runs, job_id):
     on_client(runs, lambda client: client.cancel_job(job_id))
 
 
+@pytest.fixture(scope="module")
+def unhelpful_service(tmp_path_factory):
+    """It counts from zero after a restore, and gives jobs ids of its own."""
+    folder = tmp_path_factory.mktemp("unhelpful")
+    service = start_service(folder, assume=["global-steps=zero", "job-ids=ignored"])
+    yield service
+    service.stop()
+
+
 @pytest.fixture
-def counting_from_zero(start_local_service, manifest, tmp_path):
-    service = start_local_service(assume="global-steps=zero")
-    with FaultProxy(service.base_url) as proxy:
-        yield Runs(service, manifest, tmp_path / "run", proxy.base_url), proxy
+def unhelped(unhelpful_service, manifest, tmp_path):
+    with FaultProxy(unhelpful_service.base_url) as proxy:
+        yield Runs(unhelpful_service, manifest, tmp_path / "run", proxy.base_url), proxy
 
 
-def test_a_lost_step_is_not_settled_by_a_count_that_is_only_guessed(counting_from_zero):
-    runs, proxy = counting_from_zero
+def test_a_lost_step_is_not_settled_by_a_count_that_is_only_guessed(unhelped):
+    runs, proxy = unhelped
     runs.run(runs.plan(steps=1, save_every_steps=1))
     proxy.add(r"^POST .*/step$", DROP_AFTER)
     result = runs.run(runs.plan(steps=3, save_every_steps=1))
@@ -96,7 +105,7 @@ def open_frame(runs):
 @pytest.mark.parametrize(
     ("path", "skip", "segments"), [("step", 1, 2), ("forward-backward", 0, 1), ("forward-backward", 3, 2)]
 )
-@pytest.mark.parametrize("status_code", [409, 503])
+@pytest.mark.parametrize("status_code", [pytest.param(409, marks=pytest.mark.live), 503])
 def test_workers_that_restart_lose_the_segment_if_they_held_gradients(runs, proxy, path, skip, segments, status_code):
     body = {"code": status_code, "message": "zone is restarting, try again"}
     proxy.add(rf"^POST .*/{path}$", ANSWER, skip=skip, status=status_code, body=body)
@@ -221,16 +230,16 @@ def test_an_ended_run_is_taken_from_a_driver_that_is_still_alive(runs, proxy):
     assert len(jobs(runs)) == 1
 
 
-def test_a_creation_that_was_lost_on_a_service_with_ids_of_its_own_is_told_of(start_local_service, manifest, tmp_path):
-    service = start_local_service(assume="job-ids=ignored")
-    with FaultProxy(service.base_url) as proxy:
-        runs = Runs(service, manifest, tmp_path / "run", proxy.base_url)
-        proxy.add(r"^POST .*/cortex-training/?$", DROP_AFTER)
-        result = runs.run(runs.plan(steps=2))
+def test_a_creation_that_was_lost_on_a_service_with_ids_of_its_own_is_told_of(unhelped):
+    runs, proxy = unhelped
 
-        async def listed(client):
-            return {job["job_id"] for job in await client.list_jobs()}
+    async def listed(client):
+        return {job["job_id"] for job in await client.list_jobs()}
 
-        (lost,) = on_client(runs, listed, service.base_url) - {result.job_id}
-        assert [p.message for p in runs.progress if lost in p.message and "should be cancelled" in p.message]
-        assert state_of(runs, lost) not in DEAD
+    before = on_client(runs, listed, runs.service.base_url)
+    proxy.add(r"^POST .*/cortex-training/?$", DROP_AFTER)
+    result = runs.run(runs.plan(steps=2))
+    (lost,) = on_client(runs, listed, runs.service.base_url) - before - {result.job_id}
+    assert [p.message for p in runs.progress if lost in p.message and "should be cancelled" in p.message]
+    assert state_of(runs, lost) not in DEAD
+    cancel(runs, lost)

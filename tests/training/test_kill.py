@@ -49,8 +49,8 @@ def steps_executed(runs):
 
 
 def test_a_driver_killed_while_a_steps_answer_is_held_back_loses_and_repeats_nothing(runs, driver, proxy):
-    for skip in (1, 2, 4):
-        rule = proxy.add(r"^POST .*/step$", HOLD, skip=skip if skip == 1 else 1)
+    for _ in range(2):
+        rule = proxy.add(r"^POST .*/step$", HOLD, skip=1)
         process = driver.start()
         assert rule.holding.wait(60), "the step was never sent"
         process.kill()
@@ -63,6 +63,7 @@ def test_a_driver_killed_while_a_steps_answer_is_held_back_loses_and_repeats_not
     assert PublicationLog(runs.root).latest().step == 10
 
 
+@pytest.mark.live
 def test_a_driver_killed_at_random_moments_ends_with_every_step_once(runs, driver, proxy):
     proxy.add(r"/(forward-backward|step)$", "forward", times=10**6, before=lambda: time.sleep(0.05))
     moments = random.Random(SEED)
@@ -80,6 +81,7 @@ def test_a_driver_killed_at_random_moments_ends_with_every_step_once(runs, drive
     assert steps_executed(runs) == list(range(1, 11)), f"seed {SEED}"
 
 
+@pytest.mark.live
 def test_a_driver_that_is_asked_to_stop_releases_the_run_and_says_so(runs, driver, proxy):
     rule = proxy.add(r"^POST .*/step$", HOLD, skip=2)
     process = driver.start()
@@ -94,6 +96,7 @@ def test_a_driver_that_is_asked_to_stop_releases_the_run_and_says_so(runs, drive
     assert steps_executed(runs) == list(range(1, 11))
 
 
+@pytest.mark.live
 def test_a_frozen_driver_that_wakes_up_late_is_stopped_by_its_successor(runs, driver, proxy):
     rule = proxy.add(r"^POST .*/step$", HOLD, skip=1)
     frozen = driver.start()

@@ -74,7 +74,7 @@ def test_more_steps_on_a_finished_root_go_on_from_its_publication(undisturbed, r
 
 
 @pytest.mark.parametrize("action", [DROP_BEFORE, DROP_AFTER])
-@pytest.mark.parametrize("skip", [0, 2, 5])
+@pytest.mark.parametrize("skip", [0, 2, pytest.param(5, marks=pytest.mark.live)])
 def test_a_step_whose_answer_is_lost_happens_once(undisturbed, runs, proxy, action, skip):
     proxy.add(r"^POST .*/step$", action, skip=skip)
     result = runs.run()
@@ -86,7 +86,7 @@ def test_a_step_whose_answer_is_lost_happens_once(undisturbed, runs, proxy, acti
     assert all(job_state(runs, job) in ("cancelling", "cancelled") for job in jobs(runs.root))
 
 
-@pytest.mark.parametrize("action", [DROP_BEFORE, DROP_AFTER])
+@pytest.mark.parametrize("action", [pytest.param(DROP_BEFORE, marks=pytest.mark.live), DROP_AFTER])
 @pytest.mark.parametrize("operation", ["forward-backward", "save", "requests/[^/]+", ":cancel", "cortex-training"])
 def test_any_other_lost_answer_changes_nothing(undisturbed, runs, proxy, action, operation):
     proxy.add(rf"/?{operation}$", action, skip=0, times=2)
@@ -98,7 +98,14 @@ def test_any_other_lost_answer_changes_nothing(undisturbed, runs, proxy, action,
     assert losses(runs.root) == losses(undisturbed[0].root)
 
 
-@pytest.mark.parametrize(("status_code", "headers"), [(503, {}), (429, {"Retry-After": "1"}), (502, {})])
+@pytest.mark.parametrize(
+    ("status_code", "headers"),
+    [
+        (503, {}),
+        (429, {"Retry-After": "1"}),
+        pytest.param(502, {}, marks=pytest.mark.live),
+    ],
+)
 def test_a_storm_of_refusals_is_waited_out(undisturbed, runs, proxy, status_code, headers):
     proxy.add(r"/forward-backward$", ANSWER, skip=3, times=4, status=status_code, headers=headers)
     result = runs.run()
@@ -106,7 +113,7 @@ def test_a_storm_of_refusals_is_waited_out(undisturbed, runs, proxy, status_code
     assert losses(runs.root) == losses(undisturbed[0].root)
 
 
-@pytest.mark.parametrize("skip", [0, 1, 5])
+@pytest.mark.parametrize("skip", [0, pytest.param(1, marks=pytest.mark.live), 5])
 def test_a_step_that_the_network_delivers_twice_is_noticed_and_nothing_of_it_published(undisturbed, runs, proxy, skip):
     proxy.add(r"^POST .*/step$", TWICE, skip=skip)
     result = runs.run()
