@@ -95,6 +95,9 @@ bench: $(VENV)/.bench-ready $(PUBLIC_VENV)/.ready
 	$(BIN)/python benchmarks/wire.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/client.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/local_service.py
+	$(BIN)/python benchmarks/airflow_parse.py
+	$(BIN)/python benchmarks/airflow_triggers.py
+	$(BIN)/python benchmarks/airflow_tasks.py
 
 # The publication command as one file, for compute nodes that have Python and nothing else.
 cortex-publish.pyz: $(VENV)/.ready $(wildcard cortex_training/publication/*.py) cortex_training/errors.py cortex_training/paths.py
