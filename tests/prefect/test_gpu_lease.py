@@ -99,6 +99,30 @@ def test_a_suspended_run_keeps_its_slots(service: ScriptedService, limit: str) -
     assert in_a_flow(body) == [2, 2, 0]
 
 
+def test_two_processes_of_one_flow_run_take_the_slots_once(
+    service: ScriptedService, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has written its lease down when the other one looks; one that ran out before is in nobody's way."""
+    acquire = gpu_lease._acquire
+
+    async def acquire_beside_another(prefect: Any, *arguments: Any) -> Any:
+        theirs = await acquire(prefect, *arguments)
+        await RunLabels(flow_run.id).write({"lease.training.theirs": f"{theirs} 2 {limit}"})
+        return await acquire(prefect, *arguments)
+
+    monkeypatch.setattr(gpu_lease, "_acquire", acquire_beside_another)
+
+    def body() -> list[int]:
+        with jobs_cancelled_at_end():
+            gone = "00000000-0000-4000-8000-000000000000"
+            run_to_end(RunLabels(flow_run.id).write({"lease.training.gone": f"{gone} 2 {limit}"}))
+            create_job("block", sub_jobs(2), gpu_limit=limit)
+            held = taken(limit)
+        return [held, taken(limit)]
+
+    assert in_a_flow(body) == [2, 0]
+
+
 def test_a_job_waits_for_the_slots_of_another_flow_run(service: ScriptedService, limit: str) -> None:
     with get_client(sync_client=True) as client:
         lease = client.increment_concurrency_slots_with_lease([limit], 2, "concurrency", 60.0).json()["lease_id"]

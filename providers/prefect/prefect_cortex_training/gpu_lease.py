@@ -52,10 +52,15 @@ async def hold_gpus(labels: RunLabels, holder: str, limit: str, gpus: int, logge
         if not any([await _renewed(prefect, lease) for lease in known]):
             lease = await _acquire(prefect, limit, gpus, logger)
             claim = f"lease.{holder}.{new_token()[:8]}"
-            held = _leases(await labels.write({claim: f"{lease} {gpus} {limit}"}), holder)
-            # Two processes that execute one flow run need one lease: the smaller id stays.
-            for surplus in sorted(held)[1:] if len(held) > len(known) + 1 else []:
+            written = await labels.write({claim: f"{lease} {gpus} {limit}"})
+            # Two processes that execute one flow run need one lease: both leave it at the smallest.
+            rivals = sorted(set(_leases(written, holder)) - set(known))[1:]
+            for surplus in rivals:
                 await _release(prefect, surplus)
+            gone = {*known, *rivals}
+            keys = [key for key in _keys(written, holder) if _lease_id(written[key]) in gone]
+            if keys:
+                await labels.write(dict.fromkeys(keys, _RELEASED))
             logger.info("%d slots of %s are taken", gpus, limit)
     _keep_renewed(labels.flow_run_id)
 
@@ -63,9 +68,7 @@ async def hold_gpus(labels: RunLabels, holder: str, limit: str, gpus: int, logge
 async def release_gpus(labels: RunLabels, holder: str | None = None) -> None:
     """Give back what the flow run holds, all of it or what it holds for `holder`. A lease that is gone is no error."""
     written = await labels.read()
-    keys = [key for key in written if key.startswith("lease.") and written[key] != _RELEASED]
-    if holder is not None:
-        keys = [key for key in keys if key.startswith(f"lease.{holder}.")]
+    keys = _keys(written, holder)
     if not keys:
         return
     async with get_client() as prefect:
@@ -185,9 +188,14 @@ async def _release(prefect: PrefectClient, lease: UUID) -> None:
     await prefect.release_concurrency_slots_with_lease(lease)
 
 
-def _leases(labels: Mapping[str, Label], holder: str | None = None) -> list[UUID]:
+def _keys(labels: Mapping[str, Label], holder: str | None = None) -> list[str]:
+    """Keys of the labels that say what is held, for `holder` or for all."""
     prefix = "lease." if holder is None else f"lease.{holder}."
-    return [_lease_id(value) for key, value in labels.items() if key.startswith(prefix) and value != _RELEASED]
+    return [key for key, value in labels.items() if key.startswith(prefix) and value != _RELEASED]
+
+
+def _leases(labels: Mapping[str, Label], holder: str | None = None) -> list[UUID]:
+    return [_lease_id(labels[key]) for key in _keys(labels, holder)]
 
 
 def _lease_id(value: Label) -> UUID:
