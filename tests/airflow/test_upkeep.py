@@ -8,17 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from airflow.sdk.exceptions import AirflowFailException
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
-from airflow.sdk.io import attach
 
-from airflow_cortex_training.operators.jobs import (
-    CortexTrainingCreateJobOperator,
-    default_experiment_name,
-    experiment_prefixes,
-)
+from airflow_cortex_training.experiment_names import default_experiment_name, experiment_prefixes
+from airflow_cortex_training.operators.jobs import CortexTrainingCreateJobOperator
 from airflow_cortex_training.operators.router_replay import (
     CortexTrainingBootstrapRouterReplayOperator,
     CortexTrainingDiscardRouterReplayOperator,
@@ -68,13 +63,10 @@ class TestDownloadLogs:
         run.retry()
         assert run.execute(self.download(service_connection, job_id, tmp_path)) == told
 
-    def test_into_object_storage(self, task_run, service_connection, job_id) -> None:
-        memory = fsspec.filesystem("memory", skip_instance_cache=True)
-        attach("memory", fs=memory)
+    def test_into_object_storage(self, task_run, service_connection, job_id, memory) -> None:
         told = task_run("logs").execute(self.download(service_connection, job_id, "memory://logs/nightly"))
         assert memory.cat_file(f"/logs/nightly/{job_id}/{job_id}:training:0/service.jsonl")
         assert told["bytes"] == sum(len(data.getvalue()) for data in memory.store.values())
-        memory.store.clear()
 
     def test_what_can_be_fetched_is_when_something_cannot(self, task_run, service_connection, job_id, tmp_path) -> None:
         told = task_run("logs").execute(

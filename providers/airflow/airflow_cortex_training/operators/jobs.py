@@ -12,6 +12,7 @@ from airflow.sdk import XComArg
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout
 
 from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.experiment_names import default_experiment_name
 from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.links import CortexTrainingJobLink, job_url, note
 from airflow_cortex_training.operators.base import (
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 JOB_ID_KEY = "job_id"
 _LOOK_S = 1.0
-_RUN_KINDS = ("scheduled", "manual", "backfill", "asset_triggered")
 
 
 class CortexTrainingCreateJobOperator(CortexTrainingOperator):
@@ -443,17 +443,3 @@ def cancel_quietly(client: CortexTrainingClient, job_id: object, say: Any) -> No
             say("cancelled job %s", job_id)
     except CortexTrainingError as error:
         say("could not cancel job %s, it ends at its idle timeout: %s", job_id, error)
-
-
-def default_experiment_name(context: Context) -> str:
-    """``<dag id>_<run id>`` in the characters an experiment's name can hold."""
-    return _nameable(f"{context['dag_run'].dag_id}_{context['dag_run'].run_id}")[:120]
-
-
-def experiment_prefixes(dag_id: str) -> list[str]:
-    """How default experiment names of a DAG's runs begin. The DAG's id alone may begin another DAG's id as well."""
-    return [_nameable(f"{dag_id}_{kind}__")[:120] for kind in _RUN_KINDS]
-
-
-def _nameable(raw: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in raw)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout
 
 from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.experiment_names import default_experiment_name
 from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.links import (
     CortexTrainingCheckpointLink,
@@ -31,7 +32,7 @@ from airflow_cortex_training.operators.base import (
     with_fields,
 )
 from airflow_cortex_training.operators.checkpoints import attempt_id
-from airflow_cortex_training.operators.jobs import default_experiment_name, is_last_try
+from airflow_cortex_training.operators.jobs import is_last_try
 from airflow_cortex_training.run_folder import end_run, is_over, next_folder, write_plan
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger

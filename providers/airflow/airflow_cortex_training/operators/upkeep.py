@@ -9,11 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from airflow_cortex_training.experiment_names import experiment_prefixes
 from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.links import CortexTrainingJobLink, job_url, note
 from airflow_cortex_training.object_storage import ObjectFolder, is_url, local_path
 from airflow_cortex_training.operators.base import CortexTrainingOperator, require_text, with_fields
-from airflow_cortex_training.operators.jobs import cancel_job, experiment_prefixes
+from airflow_cortex_training.operators.jobs import cancel_job
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.paths import safe_relative
 
