@@ -60,7 +60,6 @@ test: $(VENV)/.ready $(PUBLIC_VENV)/.ready
 test-live: $(VENV)/.ready
 	$(PYTEST) -m "live and not short and not long"
 
-# 1,000 seeds of the fault suite take over two hours; FAULT_SCHEDULES asks for fewer.
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
 	AIRFLOW_LIVE_DATABASE=postgresql $(PYTEST) -m "live and not long" tests/live --ignore=tests/live/prefect
@@ -95,6 +94,7 @@ bench: $(VENV)/.bench-ready $(PUBLIC_VENV)/.ready
 	$(BIN)/python benchmarks/wire.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/client.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/local_service.py
+	$(BIN)/python benchmarks/training_run.py --public-python $(CURDIR)/$(PUBLIC_VENV)/bin/python
 	$(BIN)/python benchmarks/airflow_parse.py
 	$(BIN)/python benchmarks/airflow_triggers.py
 	$(BIN)/python benchmarks/airflow_tasks.py
