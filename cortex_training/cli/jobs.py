@@ -16,7 +16,7 @@ from cortex_training.cli.waiting import shown
 from cortex_training.config import Hardware
 from cortex_training.errors import ConfigurationError
 from cortex_training.protocol.jobs import check_body
-from cortex_training.states import TERMINAL_JOB_STATES, job_state
+from cortex_training.states import TERMINAL_JOB_STATES, JobState, job_state
 
 if TYPE_CHECKING:
     from cortex_training.client import CortexTrainingClient
@@ -97,6 +97,7 @@ def run_get(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     wanted = [part.strip() for part in (options.status or "").split(",") if part.strip()]
+    _say_which_states_nobody_knows(wanted)
     with connect(options) as client:
         jobs = client.list_jobs(wanted[0] if len(wanted) == 1 and wanted[0] != "active" else None)
     jobs = [job for job in _oldest_first(jobs) if _matches(job, wanted, options.user)]
@@ -106,6 +107,14 @@ def run_list(options: argparse.Namespace) -> int:
         jobs = jobs[-options.limit :] if options.limit > 0 else []
     print_document(options, {"jobs": jobs})
     return 0
+
+
+def _say_which_states_nobody_knows(wanted: list[str]) -> None:
+    """A new state of the service's can be asked for, and a typing error must not look like an empty list."""
+    known = sorted({*JobState, "active"} - {JobState.UNKNOWN})
+    for state in wanted:
+        if job_state(state) not in known:
+            print(f"--status {state!r}: no state that is known here, which are {', '.join(known)}", file=sys.stderr)
 
 
 def _matches(job: Job, states: list[str], user: str | None) -> bool:

@@ -112,6 +112,11 @@ def test_jobs_can_be_filtered(run: Any, service: Any) -> None:
     assert listed("--status", "cancelled,pending") == ["b", "c"]
     assert listed("--user", "bob") == ["b", "c"]
     assert listed("--limit", "1") == ["c"]
+    assert run("list", "--status", "running,active,JOB_STATE_CANCELED").err == ""
+    mistyped = run("list", "--status", "runing,pending")
+    assert [job["job_id"] for job in mistyped.document["jobs"]] == ["c"]
+    assert "'runing': no state that is known here" in mistyped.err
+    assert "'pending'" not in mistyped.err
 
 
 def test_capacity_of_one_hardware_and_of_all(run: Any, service: Any) -> None:
