@@ -66,7 +66,9 @@ test-long: $(VENV)/.ready
 	$(MAKE) test-prefect39
 
 test-prefect39: $(PREFECT39_VENV)/.ready
-	$(PREFECT39_VENV)/bin/python -m pytest -m "not long" tests/prefect tests/live/prefect
+	$(PREFECT39_VENV)/bin/python -m pytest -m "not long" tests/prefect
+	# Not tests/live/conftest.py, which starts Airflow.
+	$(PREFECT39_VENV)/bin/python -m pytest -m "not long" --confcutdir=tests/live/prefect -p tests.conftest tests/live/prefect
 
 faults: $(VENV)/.ready
 	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -m "live or long" tests/faults \
