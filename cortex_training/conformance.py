@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ from cortex_training.protocol.results import checkpoint_id
 from cortex_training.states import is_terminal_job
 
 _ROWS, _TOKENS = 2, 32
+
+_QUEUED = 10
+"""Requests that are sent in a row to see in which order they are run."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Interview:
                 self._saves,
                 self._global_steps,
                 self._load_gradients,
+                self._request_order,
                 self._unknown_requests,
             ):
                 yield from _guarded(question)
@@ -171,6 +176,23 @@ class Interview:
             yield Answer("load-gradients", "unclear", "the step's result does not tell the gradient's norm")
             return
         yield Answer("load-gradients", "keep" if norm > 0 else "clear", f"gradient norm {norm} after the load")
+
+    def _request_order(self) -> Iterator[Answer]:
+        sent = [self.client.forward_backward(self.job_id, self._frame(5 + n)) for n in range(_QUEUED)]
+        ended = []
+        for request_id in sent:
+            # One that fails, because gradients do not add up here, was run in its turn too.
+            with contextlib.suppress(RequestFailed):
+                self._poll(request_id)
+            ended.append(str(self.client.get_request_status(self.job_id, request_id).get("updated_at")))
+        try:
+            moments = [datetime.fromisoformat(moment) for moment in ended]
+        except ValueError:
+            yield Answer("request-order", "unclear", f"the status of a request does not tell when it ended: {ended[0]}")
+            return
+        in_order = moments == sorted(moments)
+        answer = "shuffled" if not in_order else "arrival" if moments[0] < moments[-1] else "unclear"
+        yield Answer("request-order", answer, f"{_QUEUED} requests that were sent in a row ended at {', '.join(ended)}")
 
     def _unknown_requests(self) -> Iterator[Answer]:
         try:

@@ -165,4 +165,13 @@ def test_conformance_finds_out_how_a_service_behaves(start_local_service: Any, a
     assert answers["chunk-group-replay"].answer == "same-result"
     assert answers["chunk-group-conflict"].answer == "refused"
     assert answers["unknown-request"].answer == "404"
+    assert answers["request-order"].answer == "arrival", answers["request-order"]
     assert states <= {"cancelled", "cancelling"}
+
+
+def test_conformance_notices_that_requests_are_run_out_of_turn(start_local_service: Any) -> None:
+    # Slow enough that requests wait: only of those that do can another be next.
+    service = start_local_service(simulate="default:0.05", assume=["request-order=shuffled"])
+    with CortexTrainingClient(service.base_url, "DB", "PUBLIC") as client:
+        answers = {answer.question: answer.answer for answer in Interview(client, "tiny").ask()}
+    assert answers["request-order"] == "shuffled"
