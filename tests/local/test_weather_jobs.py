@@ -161,6 +161,7 @@ def test_a_slow_operation_counts_as_work(job: RunningJob, control: ServiceContro
     assert busy["operations"]["save"]["busy_s"] >= 0.2
     assert busy["operations"]["step"]["count"] == 1
     assert busy["busy_s"] == pytest.approx(sum(one["busy_s"] for one in busy["operations"].values()))
+    assert busy in control.busy_jobs()
 
 
 def test_a_slow_cancel_holds_its_gpus_meanwhile(weathered: Caller, control: ServiceControl) -> None:
