@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex_training.errors import CortexTrainingError
+from cortex_training.errors import ConfigurationError, CortexTrainingError
 
 
 class PublicationError(CortexTrainingError):
@@ -19,6 +19,10 @@ class LogError(PublicationError):
 
 class StoreError(PublicationError):
     """The store could not do what was asked: no space, no permission, a refused request."""
+
+
+class StoreNotInstalled(StoreError, ConfigurationError):
+    """The package that such a store needs is not installed here: waiting does not help."""
 
 
 class SaveError(PublicationError):

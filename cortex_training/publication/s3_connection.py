@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cortex_training.publication.credentials import Credentials, Source, resolve
-from cortex_training.publication.errors import CredentialsError, StoreError
+from cortex_training.publication.errors import CredentialsError, StoreNotInstalled
 from cortex_training.publication.quiet import quiet_libraries
 
 #: Refusals that new credentials may cure. Others (AccessDenied, SignatureDoesNotMatch) they don't.
@@ -130,7 +130,9 @@ def _import_botocore() -> tuple[Any, Any]:
         import botocore.session
         from botocore.config import Config
     except ImportError:
-        raise StoreError("an s3:// root needs boto3; pip install 'cortex-training-client[s3]'") from None
+        raise StoreNotInstalled(
+            "an s3:// root needs boto3; pip install 'cortex-training-client[s3]'", field="root"
+        ) from None
     return botocore.session, Config
 
 

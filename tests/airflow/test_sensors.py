@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -82,7 +84,7 @@ def parked(client):
     client.cancel_job(job_id)
 
 
-def published(root: Path, **arguments: Any) -> CortexTrainingCheckpointPublishedSensor:
+def published(root: Path | str, **arguments: Any) -> CortexTrainingCheckpointPublishedSensor:
     return CortexTrainingCheckpointPublishedSensor(task_id="published", root=str(root), **arguments)
 
 
@@ -121,6 +123,17 @@ class TestDeadline:
         run = task_run()
         run.store.set("cortex_training", {"v": 1, "generation": [2, 0], "started": time.time() - 3600})
         assert through(run, lambda: published(tmp_path, timeout=60, **mode_arguments(mode)))["step"] == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bucket_is_not_waited_for_where_its_package_is_missing(task_run, monkeypatch, no_grace, mode) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    monkeypatch.setenv("AIRFLOW_CONN_BUCKET", json.dumps({"conn_type": "aws", "login": "id", "password": "secret"}))
+    with pytest.raises(AirflowFailException, match="needs boto3; pip install"):
+        through(
+            task_run(),
+            lambda: published("s3://b/p", credentials="airflow:bucket", timeout=20, **mode_arguments(mode)),
+        )
 
 
 def test_pauses_end_at_the_deadline(task_run, tmp_path) -> None:
@@ -290,7 +303,7 @@ class TestCapacity:
     def test_taken_gpus_are_waited_for(
         self, task_run, start_local_service, connection, no_grace, mode, monkeypatch
     ) -> None:
-        service = start_local_service(gpus=2)
+        service = start_local_service(gpus=2, simulate="0")
         conn_id = connection("small", host=service.base_url, database=service.database, schema=service.schema)
         with CortexTrainingClient(service.base_url, service.database, service.schema) as client:
             job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(TRAINING)], "hardware": "H200"})[

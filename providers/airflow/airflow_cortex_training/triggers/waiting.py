@@ -92,6 +92,9 @@ def is_transient(error: BaseException) -> bool:
     """
     from cortex_training.publication.errors import RootError, StoreError
 
+    if isinstance(error, ConfigurationError):
+        # A store whose package is not installed is one, too.
+        return False
     return isinstance(error, (TransportError, RateLimitedError, ServiceError, StoreError, RootError))
 
 
