@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ os.environ["AIRFLOW__CORE__UNIT_TEST_MODE"] = "False"
 import pytest  # noqa: E402
 from airflow.sdk.exceptions import TaskDeferred  # noqa: E402
 
+from cortex_training.client import CortexTrainingClient  # noqa: E402
 from tests.publication.conftest import bucket, s3_root, s3_server  # noqa: E402, F401
 
 PAT = "pat-0123456789-very-secret"
@@ -136,15 +138,25 @@ def task_run():
 @pytest.fixture
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triggers may fire at once: nothing here can mistake an early event for a lost task."""
+    fire_at_once(monkeypatch)
+
+
+def fire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("operators.request_leg", "operators.train", "operators.jobs", "sensors.base"):
         monkeypatch.setattr(importlib.import_module(f"airflow_cortex_training.{module}"), "DEFER_GRACE_S", 0.0)
 
 
 @pytest.fixture
-def service_connection(connection, local_service) -> str:
-    return connection(
-        "local", host=local_service.base_url, database=local_service.database, schema=local_service.schema
-    )
+def service_connection(connection, local_service) -> Iterator[str]:
+    """A connection to the session's service. Whatever a test leaves pending there is cancelled after it.
+
+    The service serves jobs in order: one that waits for more GPUs than there are keeps all that come later waiting, so
+    that a single failure would let every test after it run into its time limit.
+    """
+    yield connection("local", host=local_service.base_url, database=local_service.database, schema=local_service.schema)
+    with CortexTrainingClient(local_service.base_url, local_service.database, local_service.schema) as client:
+        for job in client.list_jobs("pending"):
+            client.cancel_job(job["job_id"])
 
 
 @pytest.fixture
@@ -158,6 +170,18 @@ def bucket_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: Any) -> str: 
     }
     monkeypatch.setenv("AIRFLOW_CONN_BUCKET", json.dumps(document))
     return "airflow:bucket"
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """Object storage that only Airflow knows: ``memory://``."""
+    import fsspec
+    from airflow.sdk.io import attach
+
+    storage = fsspec.filesystem("memory", skip_instance_cache=True)
+    attach("memory", fs=storage)
+    yield storage
+    storage.store.clear()
 
 
 @pytest.fixture(scope="session")

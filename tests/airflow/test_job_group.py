@@ -95,7 +95,10 @@ def test_two_groups_have_two_jobs() -> None:
 
 
 def test_the_job_is_created_and_cancelled_by_its_tasks(task_run, service_connection, local_service) -> None:
-    with DAG("real", schedule=None, start_date=DAY), cortex_training_job(sub_jobs=[dict(SAMPLING)]) as job:
+    with (
+        DAG("real", schedule=None, start_date=DAY),
+        cortex_training_job(sub_jobs=[dict(SAMPLING)], wait_timeout_s=200) as job,
+    ):
         pass
     for operator in (job.create, job.wait, job.cancel):
         operator.conn_id = service_connection

@@ -25,6 +25,7 @@ from airflow_cortex_training.operators.training import CortexTrainingForwardBack
 from airflow_cortex_training.sensors.jobs import CortexTrainingWaitForRunningSensor
 from cortex_training.client import CortexTrainingClient
 from cortex_training.errors import JobFailed
+from cortex_training.payloads import build_forward_backward_payload
 from cortex_training.publication import PublicationLog, SaveManifest
 
 TRAINING = {
@@ -61,6 +62,18 @@ def job_id(task_run, service_connection, client):
     )
     yield job_id
     client.cancel_job(job_id)
+
+
+@pytest.fixture(scope="module")
+def untouched_job(local_service):
+    """A running job for tests that must send nothing to it."""
+    with CortexTrainingClient(local_service.base_url, local_service.database, local_service.schema) as client:
+        job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(TRAINING), copy.deepcopy(SAMPLING)]})[
+            "job_id"
+        ]
+        client.wait_for_job(job_id)
+        yield job_id
+        client.cancel_job(job_id)
 
 
 def create(conn_id: str, sub_jobs=None, **arguments):
@@ -189,7 +202,7 @@ class TestWaitForRunning:
     def test_defers_and_comes_back(
         self, task_run, service_connection, client, no_grace, start_local_service, connection
     ) -> None:
-        service = start_local_service(placing_seconds=2)
+        service = start_local_service(placing_seconds=2, simulate="0")
         conn_id = connection("slow", host=service.base_url, database=service.database, schema=service.schema)
         job_id = task_run("create").execute(create(conn_id, [SAMPLING]))
         run = task_run("wait")
@@ -396,6 +409,30 @@ class TestTrainingCalls:
         with pytest.raises(AirflowFailException, match="another frame"):
             run.execute(forward_backward(service_connection, job_id, **{**frame, "step": 2}))
 
+    def test_a_frame_comes_from_object_storage(
+        self, task_run, service_connection, local_service, job_id, memory
+    ) -> None:
+        payload = {"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]}
+        memory.pipe_file("/frames/1.dssst", build_forward_backward_payload(payload))
+        run = task_run("fb")
+        stored = forward_backward(service_connection, job_id, frame_path="memory://frames/1.dssst")
+        told = run.execute(stored)
+        same = task_run("fb").execute(forward_backward(service_connection, job_id, payload=payload))
+        assert told["loss"] == same["loss"] > 0
+        # What was sent is what is on the job; other bytes under that name are another frame.
+        memory.pipe_file("/frames/1.dssst", build_forward_backward_payload({**payload, "labels": [[1, 2, 3, 3]]}))
+        run.store.set(
+            "cortex_training", {k: v for k, v in run.store.get("cortex_training").items() if k != "request_id"}
+        )
+        run.retry()
+        with pytest.raises(AirflowFailException, match="another frame"):
+            run.execute(stored)
+        with pytest.raises(AirflowFailException, match="frame_path"):
+            task_run("fb").execute(
+                forward_backward(service_connection, job_id, frame_path="memory://frames/not-there.dssst")
+            )
+        assert executed(local_service, job_id, "forward-backward") == 2
+
     def test_a_readable_payload_is_a_frame_too(self, task_run, service_connection, job_id) -> None:
         payload = {"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]}
         assert task_run("fb").execute(forward_backward(service_connection, job_id, payload=payload))["loss"] > 0
@@ -426,11 +463,11 @@ class TestTrainingCalls:
         assert task_run("fb").execute(forward_backward(service_connection, other, **frame))["loss"] == trained
         client.cancel_job(other)
 
-    def test_exactly_one_source_of_the_frame(self, task_run, service_connection, job_id, frame) -> None:
+    def test_exactly_one_source_of_the_frame(self, task_run, service_connection, untouched_job, frame) -> None:
         with pytest.raises(AirflowFailException, match="exactly one"):
-            task_run("fb").execute(forward_backward(service_connection, job_id, frame_path="/x", **frame))
+            task_run("fb").execute(forward_backward(service_connection, untouched_job, frame_path="/x", **frame))
         with pytest.raises(AirflowFailException, match="frame_path"):
-            task_run("fb").execute(forward_backward(service_connection, job_id, frame_path="/does/not/exist"))
+            task_run("fb").execute(forward_backward(service_connection, untouched_job, frame_path="/does/not/exist"))
 
     def test_a_step_whose_answer_may_be_lost_is_never_repeated(
         self, task_run, service_connection, local_service, job_id, frame
@@ -512,9 +549,51 @@ class TestSampling:
         assert copied == {"job_id": job_id}
         assert executed(local_service, job_id, "weight-sync") == 1
 
+    def test_completions_go_to_object_storage_and_small_ones_into_the_xcom_too(
+        self, task_run, service_connection, local_service, job_id, memory
+    ) -> None:
+        memory.pipe_file(
+            "/generate/prompts.jsonl", b'{"prompt": "What comes after 1?"}\n"And after\xe2\x80\xa8 2?"\n[1, 2, 3]\n'
+        )
+
+        def generate(**arguments: Any) -> CortexTrainingGenerateOperator:
+            return CortexTrainingGenerateOperator(
+                task_id="generate",
+                conn_id=service_connection,
+                job_id=job_id,
+                prompts_path="memory://generate/prompts.jsonl",
+                output_path="memory://generate/deep/samples.jsonl",
+                sampling_params={"max_tokens": 3, "temperature": 0.0},
+                deferrable=False,
+                **arguments,
+            )
+
+        run = task_run("generate")
+        told = run.execute(generate())
+        data = memory.cat_file("/generate/deep/samples.jsonl")
+        assert told == {
+            "job_id": job_id,
+            "output_path": "memory://generate/deep/samples.jsonl",
+            "count": 3,
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        lines = [json.loads(line) for line in data.decode().split("\n") if line]
+        assert [line["prompt"] for line in lines] == ["What comes after 1?", "And after\u2028 2?", [1, 2, 3]]
+        # The same request again: what changes is only what is told of it.
+        run.retry()
+        assert run.execute(generate(xcom_max_bytes=len(data))) == {**told, "completions": lines}
+        run.retry()
+        assert run.execute(generate(xcom_max_bytes=len(data) - 1)) == told
+        assert executed(local_service, job_id, "generate") == 1
+
     @pytest.mark.parametrize(
         ("arguments", "named"),
         [
+            ({"prompts": ["x"], "output_path": "nowhere://bucket/out"}, "output_path"),
+            ({"prompts": ["x"], "output_path": "s3://user:hunter2@bucket/out"}, "holds a password"),
+            ({"prompts": None, "prompts_path": "memory://generate/missing.jsonl"}, "prompts_path"),
+            ({"prompts": ["x"], "wait_for_completion": False}, "completions to nobody"),
             ({"prompts": None}, "prompts"),
             ({"prompts": []}, "at least one prompt"),
             ({"prompts": ["x"], "prompts_path": "/x"}, "prompts"),
@@ -523,17 +602,17 @@ class TestSampling:
         ],
     )
     def test_bad_arguments_send_nothing(
-        self, task_run, service_connection, job_id, local_service, tmp_path, arguments, named
+        self, task_run, service_connection, untouched_job, local_service, tmp_path, arguments, named
     ) -> None:
         operator = CortexTrainingGenerateOperator(
             task_id="generate",
             conn_id=service_connection,
-            job_id=job_id,
+            job_id=untouched_job,
             **{"output_path": str(tmp_path / "out"), **arguments},
         )
         with pytest.raises(AirflowFailException, match=named):
             task_run("generate").execute(operator)
-        assert executed(local_service, job_id, "generate") == 0
+        assert executed(local_service, untouched_job, "generate") == 0
 
 
 class TailedLog:

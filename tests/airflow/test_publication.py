@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
-from airflow.sdk.io import attach
 
 from airflow_cortex_training.object_storage import ObjectFolder
 from airflow_cortex_training.operators.checkpoints import (
@@ -52,14 +50,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
         return {"root": str(tmp_path)}
     credentials = request.getfixturevalue("bucket_credentials")
     return {"root": request.getfixturevalue("s3_root"), "credentials": credentials}
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    fs = fsspec.filesystem("memory", skip_instance_cache=True)
-    attach("memory", fs=fs)
-    yield fs
-    fs.store.clear()
 
 
 def export(conn_id: str, saved: tuple[str, str], **arguments: Any) -> CortexTrainingExportOperator:
