@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -105,7 +106,7 @@ async def step_result(driver: Driver, operation: Operation) -> int:
     except RequestFailed as error:
         await _close(driver, operation, "failed", {"error": error.error[:500]})
         raise SegmentLost(f"step {operation.step} failed, so its gradients are in an unknown state: {error}") from error
-    return await _confirm_step(driver, operation, int(result["global_steps"]))
+    return await _confirm_step(driver, operation, int(result["global_steps"]), _gradient_norm(result))
 
 
 async def settle_step(driver: Driver, operation: Operation) -> int:
@@ -310,16 +311,34 @@ def created_at(what: Mapping[str, Any]) -> float:
         return 0.0
 
 
-async def _confirm_step(driver: Driver, operation: Operation, global_steps: int) -> int:
-    """Record a step's result, unless its count is not the expected one: then somebody else stepped this job too."""
-    offset = driver.segment.certain_offset
+async def _confirm_step(driver: Driver, operation: Operation, global_steps: int, norm: float | None) -> int:
+    """Record a step's result, unless it shows that the weights are not what the run's batches make of them.
+
+    A count that is not the expected one: somebody else stepped this job too. A gradient norm of zero, in a run whose
+    steps have one: a worker restarted without a word and lost the batches of this step.
+    """
+    segment = driver.segment
+    result: dict[str, Any] = {"global_steps": global_steps}
+    offset = segment.certain_offset
+    doubt = None
     if offset is not None and global_steps != operation.step + offset:
-        await _close(driver, operation, "failed", {"global_steps": global_steps})
-        raise SegmentLost(
-            f"step {operation.step} answered global_steps {global_steps} where {operation.step + offset} was expected"
-        )
-    await _close(driver, operation, "done", {"global_steps": global_steps})
+        doubt = f"global_steps {global_steps} where {operation.step + offset} was expected"
+    elif not norm and driver.state.steps_show_gradients:
+        doubt = f"grad_norm {norm}: it had no gradient to spend, so the workers have lost its batches"
+    elif norm and segment.stepped_on_nothing is not None:
+        doubt = f"grad_norm {norm:g} where step {segment.stepped_on_nothing} had no gradient to spend"
+    if norm is not None and math.isfinite(norm):
+        result["grad_norm"] = norm
+    await _close(driver, operation, "failed" if doubt else "done", result)
+    if doubt:
+        raise SegmentLost(f"step {operation.step} answered {doubt}")
     return global_steps
+
+
+def _gradient_norm(result: Mapping[str, Any]) -> float | None:
+    """The norm that a step's result tells; None when it tells none (a gateway may leave a zero out)."""
+    norm = (result.get("metrics") or {}).get("grad_norm")
+    return float(norm) if isinstance(norm, int | float) and not isinstance(norm, bool) else None
 
 
 async def _require_expected_count(driver: Driver, operation: Operation, saved: dict[str, Any]) -> None:

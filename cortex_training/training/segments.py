@@ -175,6 +175,10 @@ async def ensure_running(driver: Driver) -> None:
         await unbroken(_create(driver))
     elif is_terminal_job(job.get("status")):
         raise SegmentLost(f"job {segment.job_id} is {job.get('status')}: {job.get('reason') or 'no reason given'}")
+    elif segment.operations:
+        # It ran when something was sent to it. A sub-job that is coming up again has forgotten the batches of the
+        # unfinished step, and waiting for it would hide that.
+        await driver.raise_if_job_lost("it ran before")
     job_id = driver.segment.job_id
     try:
         await driver.patiently(

@@ -63,6 +63,8 @@ class Segment:
     created: bool = False
     complete: bool = False
     saved_at: float = 0.0
+    stepped_on_nothing: int | None = None
+    """The first confirmed step that told a gradient norm of zero."""
     _of: dict[tuple[str, int], list[Operation]] = field(default_factory=dict, repr=False)
     _losses: dict[int, dict[int, float]] = field(default_factory=dict, repr=False)
     _confirmed: list[Operation] = field(default_factory=list, repr=False)
@@ -87,6 +89,8 @@ class Segment:
             self.saved_at = at
         elif operation.op == "step":
             self._confirmed.append(operation)
+            if result.get("grad_norm") == 0 and self.stepped_on_nothing is None:
+                self.stepped_on_nothing = operation.step
 
     def of(self, op: str, step: int | None = None) -> list[Operation]:
         if step is not None:
@@ -205,6 +209,8 @@ class RunState:
     diverged: tuple[int, str] | None = None
     skipped: tuple[int, ...] = ()
     lr_factor: float = 1.0
+    steps_show_gradients: bool = False
+    """Whether a step of this run has told a gradient norm that is not zero."""
     cancelled: set[str] = field(default_factory=set)
     _running: dict[str, tuple[float, int]] = field(default_factory=dict, repr=False)
     _stopped: dict[str, float] = field(default_factory=dict, repr=False)
@@ -321,6 +327,8 @@ def _sent(state: RunState, record: Record) -> None:
 def _outcome(state: RunState, record: Record) -> None:
     segment, operation = state._operations[record.body["intent"]]
     segment.close(operation, record.body["status"], record.body.get("result") or {}, record.at)
+    if operation.op == "step" and operation.result.get("grad_norm"):
+        state.steps_show_gradients = True
 
 
 def _rescued(state: RunState, record: Record) -> None:

@@ -56,7 +56,7 @@ def _keep_the_segment() -> None:
 def _skip_the_count() -> None:
     from cortex_training.training import operations
 
-    async def confirm(driver: Any, operation: Any, global_steps: int) -> int:
+    async def confirm(driver: Any, operation: Any, global_steps: int, norm: float | None) -> int:
         await operations._close(driver, operation, "done", {"global_steps": global_steps})
         return global_steps
 
