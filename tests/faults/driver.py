@@ -84,11 +84,12 @@ class Points:
 def watch_the_store(points: Points) -> None:
     """Crash points before and after each record, claim, manifest and publication."""
     from cortex_training.publication import durable
+    from cortex_training.publication.s3 import S3Store
     from cortex_training.publication.store import PosixStore
 
     def around(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
         @wraps(method)
-        def wrapped(store: PosixStore, name: str, *rest: Any) -> Any:
+        def wrapped(store: Any, name: str, *rest: Any) -> Any:
             what, step = describe(store, verb, name, *rest)
             if step is not None:
                 points.step = step
@@ -99,8 +100,9 @@ def watch_the_store(points: Points) -> None:
 
         return wrapped
 
-    for verb in ("create", "write", "remove"):
-        setattr(PosixStore, verb, around(getattr(PosixStore, verb), verb))
+    for kind in (PosixStore, S3Store):
+        for verb in ("create", "write", "remove"):
+            setattr(kind, verb, around(getattr(kind, verb), verb))
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -128,7 +130,8 @@ def describe(store: Any, verb: str, name: str, data: bytes = b"") -> tuple[str, 
         return "record " + " ".join(word for word in words if word), about.get("step")
     if folder == "pub":
         return ("publish entry" if verb == "create" else "withdraw entry"), None
-    return {"epochs": "claim epoch", "run.json": "write identity", "exec": "write manifest"}[folder], None
+    known = {"epochs": "claim epoch", "run.json": "write identity", "exec": "write manifest"}
+    return known.get(folder, f"{verb} {name}"), None
 
 
 def watch_the_transport(points: Points) -> None:

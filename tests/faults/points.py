@@ -89,7 +89,8 @@ def chains(length: int) -> list[list[tuple[str, int]]]:
         buckets.setdefault(steps[number % len(steps)], []).append(point)
     out = []
     while any(buckets.values()):
-        chain = [(buckets[step].pop(0), step) for step in sorted(buckets) if buckets[step]][:length]
+        steps = [step for step in sorted(buckets) if buckets[step]][:length]
+        chain = [(buckets[step].pop(0), step) for step in steps]
         out.append(chain)
     return out
 
