@@ -24,7 +24,6 @@ from urllib.parse import quote
 import pytest
 
 from cortex_training.client import CortexTrainingClient
-from cortex_training.datasets import build_dataset
 from cortex_training.local.models import model_folder
 from cortex_training.publication import RootError
 from cortex_training.states import is_terminal_job
@@ -33,6 +32,7 @@ from demo.airflow_cluster import TERMINAL_RUN_STATES, AirflowCluster, ClusterErr
 from demo.snowflake_server import SnowflakeServer
 from tests.faults.proxy import FaultProxy
 from tests.live.lookups import LOOKUPS_VARIABLE
+from tests.live.plans import training_plan
 from tests.live.postgres import postgres
 
 DAGS = Path(__file__).parent / "dags"
@@ -302,29 +302,6 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 150.
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.3)
-
-
-def training_plan(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """A plan for the tiny model that owns its job, in ``<folder>/<name>``; makes its dataset if there is none yet."""
-    manifest = folder / "dataset" / "manifest.json"
-    if not manifest.exists():
-        rows = [{"prompt": f"What comes after {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(100)]
-        build_dataset(rows, manifest.parent, tokenizer=model_folder("tiny"), max_seq_len=128, seed=1)
-    return {
-        "root": str(folder / name),
-        "dataset": str(manifest),
-        "sub_jobs": [training_sub_job()],
-        "micro_batch_size": 2,
-        "micro_batches_per_step": 2,
-        "save_every_steps": 4,
-        "learning_rate": {"schedule": "constant", "peak": 3e-3},
-        **changes,
-    }
-
-
-def training_sub_job() -> dict[str, Any]:
-    training = {"optimizer": {"name": "AdamW", "lr": 3e-3}, "max_seq_len": 128, "train_batch_size": 2, "n_gpus": 1}
-    return {"job_type": "training", "model_name": "tiny", "dtype": "float32", "seed": 7, "training_config": training}
 
 
 def run_status(plan: dict[str, Any]) -> RunStatus | None:

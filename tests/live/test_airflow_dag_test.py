@@ -16,7 +16,8 @@ import pytest
 
 from cortex_training.client import CortexTrainingClient
 from cortex_training.states import is_terminal_job
-from tests.live.conftest import DAGS, training_plan, training_sub_job
+from tests.live.conftest import DAGS
+from tests.live.plans import training_plan, training_sub_job
 
 DATABASE = "DESK"
 

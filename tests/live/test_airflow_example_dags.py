@@ -119,7 +119,7 @@ def ask(night: Night, root: Path, answer: str) -> Run:
 def trained_checkpoint(night: Night) -> tuple[str, str]:
     """A weights-only checkpoint of a job that ended."""
     from cortex_training.protocol.results import checkpoint_id
-    from tests.live.conftest import training_sub_job
+    from tests.live.plans import training_sub_job
 
     with night.client() as client:
         job_id = client.create_job_from_body({"sub_job_configs": [training_sub_job()]})["job_id"]

@@ -10,7 +10,8 @@ import pytest
 
 from demo.airflow_cluster import AirflowCluster
 from tests.faults.proxy import ANSWER, DROP_AFTER, HOLD, Rule
-from tests.live.conftest import PAT, Night, Run, training_sub_job, wait_until
+from tests.live.conftest import PAT, Night, Run, wait_until
+from tests.live.plans import training_sub_job
 from tests.live.searching import in_database, in_files
 
 POLL = r"GET .*/requests/"

@@ -11,7 +11,7 @@ from prefect.states import Cancelling
 
 from cortex_training.publication import PosixStore, PublicationLog
 from cortex_training.training.journal import read_journal
-from tests.live.conftest import training_plan
+from tests.live.plans import training_plan
 
 from .conftest import Live, flow_processes, live_jobs, wait_until
 
