@@ -658,3 +658,14 @@ def test_a_save_that_is_not_there_is_not_published(task_run, tmp_path: Path) -> 
         task_run("publish").execute(
             CortexTrainingPublishOperator(task_id="publish", root=str(tmp_path), save="exec/a/b", step=1)
         )
+
+
+@pytest.mark.parametrize("changes", [{"hardware": "H9000"}, {"sub_jobs": [{**TRAINING, "training_config": None}]}])
+def test_a_job_that_the_service_does_not_understand_is_not_asked_for_again(
+    task_run, service_connection, changes
+) -> None:
+    operator = CortexTrainingCreateJobOperator(
+        task_id="create", conn_id=service_connection, **{"sub_jobs": [TRAINING], **changes}
+    )
+    with pytest.raises(AirflowFailException, match=r"answered 400.*snowflake request id"):
+        task_run("create").execute(operator)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from cortex_training.client import CortexTrainingClient
 
 PERMANENT = (ConfigurationError, AuthError, NotFoundError)
+MALFORMED = (400, 422)
+"""What the service answers to a call that it does not understand or that asks for what it does not have."""
+
 MAX_MESSAGE_CHARS = 1000
 
 Names = Callable[[], Mapping[str, str]]
@@ -52,7 +55,10 @@ def clear_failures(client: CortexTrainingClient | None = None, names: Names = _n
         _reword(error, f"{text}\nLast error lines of the job's log:\n{words}" if words else text)
         raise
     except CortexTrainingError as error:
-        _reword(error, _naming(str(error), names()))
+        text = _naming(str(error), names())
+        if isinstance(error, ApiError) and error.status in MALFORMED:
+            raise AirflowFailException(text) from error
+        _reword(error, text)
         raise
 
 
