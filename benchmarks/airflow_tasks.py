@@ -74,6 +74,8 @@ def main() -> None:
             connections={"training": connection(training), "waits": connection(waits)},
             environment={
                 "PYTHONPATH": os.pathsep.join(paths),
+                # A worker that does not reach the API server within 5 s fails its task, and with it the measurement.
+                "AIRFLOW__WORKERS__EXECUTION_API_TIMEOUT": "60",
                 "BENCH_LINKS": str(options.links),
                 "BENCH_WAIT_S": str(options.wait),
             },
