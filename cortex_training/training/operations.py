@@ -336,8 +336,14 @@ async def _confirm_step(driver: Driver, operation: Operation, global_steps: int,
 
 
 def _gradient_norm(result: Mapping[str, Any]) -> float | None:
-    """The norm that a step's result tells; None when it tells none (a gateway may leave a zero out)."""
-    norm = (result.get("metrics") or {}).get("grad_norm")
+    """The norm that a step's result tells; None when it tells none (a gateway may leave a zero out).
+
+    A null is a norm that was not finite, for which JSON has no word: gradients that exploded were there.
+    """
+    metrics = result.get("metrics") or {}
+    norm = metrics.get("grad_norm")
+    if norm is None and "grad_norm" in metrics:
+        return math.nan
     return float(norm) if isinstance(norm, int | float) and not isinstance(norm, bool) else None
 
 
