@@ -20,7 +20,7 @@ def _resend_a_step() -> None:
     from cortex_training.errors import OutcomeUnknown
     from cortex_training.training import operations
 
-    async def optimizer_step(driver: Any, step: int) -> int:
+    async def optimizer_step(driver: Any, step: int, meanwhile: Any = None) -> int:
         rate = driver.plan.learning_rate.at(step, driver.plan.steps)
         while True:
             try:
@@ -36,7 +36,7 @@ def _skip_the_takeover() -> None:
     from cortex_training.training.journal import JournalWriter, last_number
 
     JournalWriter.take_over = classmethod(
-        lambda cls, store, epoch, token, body: cls(store, epoch, token, last_number(store))
+        lambda cls, store, epoch, token, body, reader=None: cls(store, epoch, token, last_number(store))
     )
 
 

@@ -7,7 +7,7 @@ from tests.faults.driver import KILL, Hit
 from tests.faults.mistakes import MISTAKES
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def die_before_the_batch_behind_a_save(scene):
@@ -38,7 +38,9 @@ def test_every_mistake_has_a_schedule():
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_caught(scene, mistake):
     scene.mistake = mistake
-    scene.patience_s = 30
     with pytest.raises(AssertionError) as caught:
         SCHEDULES[mistake](scene)
+    # A mistake that no longer fits the engine, and crashes it, or a slow machine would be caught just as well.
+    assert "Traceback" not in str(caught.value)
+    assert "was not done after" not in str(caught.value)
     print(f"{MISTAKES[mistake].what}: {caught.value}")
