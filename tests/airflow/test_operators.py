@@ -669,3 +669,19 @@ def test_a_job_that_the_service_does_not_understand_is_not_asked_for_again(
     )
     with pytest.raises(AirflowFailException, match=r"answered 400.*snowflake request id"):
         task_run("create").execute(operator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (CortexTrainingCreateJobOperator, {"sub_jobs": [TRAINING]}),
+        (CortexTrainingCancelJobOperator, {"job_id": "j"}),
+        (CortexTrainingSaveOperator, {"job_id": "j"}),
+        (CortexTrainingWaitForRunningSensor, {"job_id": "j"}),
+        (CortexTrainingWaitForRunningSensor, {"job_id": "j", "deferrable": True}),
+    ],
+)
+def test_a_connection_that_does_not_exist_is_not_tried_again(task_run, kind, arguments) -> None:
+    operator = kind(**{"task_id": "task", "conn_id": "nowhere", "deferrable": False, **arguments})
+    with pytest.raises(AirflowFailException, match="connection 'nowhere' does not exist"):
+        task_run("task").execute(operator)

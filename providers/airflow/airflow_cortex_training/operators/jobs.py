@@ -148,7 +148,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
         job_id = event.get("job_id") or job_id or (DurableRecord(context).current or {}).get("job_id")
         with clear_failures():
             job_id = require_text(self, "job_id", job_id)
-        with self.hook.get_conn() as client:
+        with clear_failures(), self.hook.get_conn() as client:
             note(self, CortexTrainingJobLink, job_url(client, job_id))
             with self._gives_up_at_last(client, job_id, context), clear_failures(client):
                 status, error = event.get("status", Status.RUNNING), str(event.get("error") or "")

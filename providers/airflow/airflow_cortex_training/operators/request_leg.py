@@ -137,7 +137,7 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             hook = self.hook
             trigger = self._trigger(record, request_id="0" * 36, started=time.time(), limit_s=self.timeout_s)
             _check_kwargs(trigger)
-        with hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
+        with clear_failures(), hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
             note(self, CortexTrainingJobLink, job_url(client, self.job_id))
             request_id = self._request_of_earlier_try(client, record)
             if request_id is None:
@@ -187,7 +187,7 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         with clear_failures():
             request_id = require_text(self, "request_id", request_id)
             hook = self.hook
-        with hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
+        with clear_failures(), hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
             note(self, CortexTrainingJobLink, job_url(client, self.job_id))
             self._submitted = (client, self.job_id, request_id)
             if status == Status.SETTLED:

@@ -86,7 +86,7 @@ class CortexTrainingRequestSensor(CortexTrainingSensor):
     def concluded(self, event: dict[str, Any]) -> dict[str, Any]:
         self.job_id = event.get("job_id") or self.job_id
         self.request_id = event.get("request_id") or self.request_id
-        with CortexTrainingHook.for_target(self.target).get_conn() as client, clear_failures():
+        with clear_failures(), CortexTrainingHook.for_target(self.target).get_conn() as client:
             if event.get("status") == Status.ENDED:
                 self._job_ended(client, str(event.get("state") or "unknown"), str(event.get("error") or ""))
             found = self.look(client)
