@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
+from prefect.states import Paused
 
 from cortex_training.errors import (
     ApiError,
@@ -110,6 +112,44 @@ def test_a_job_that_failed_is_replaced_once_under_the_next_generation(service: S
     assert [key for key in written if key.startswith("job.")] == [
         f"job.training.{n}.{j}" for n, j in enumerate((first, second))
     ]
+
+
+def suspend_and_resume() -> None:
+    """What the server sees of a suspension, without the end of this process."""
+
+    async def come_and_go() -> None:
+        async with get_client() as client:
+            await client.set_flow_run_state(flow_run.id, Paused(timeout_seconds=60, pause_key="a wait"))
+            await client.resume_flow_run(flow_run.id)
+
+    run_to_end(come_and_go())
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+def test_a_job_that_ended_during_a_suspension_is_given_back_in_this_try_and_replaced_in_the_next(
+    service: ScriptedService, lose_results: Callable[[], None], end: str
+) -> None:
+    """A wait that comes back fails as one that stayed does: not in circles, with one job more each time. It is the
+    same when the stored results are gone too.
+    """
+    tries: list[list[str]] = []
+
+    # Two, because Prefect counts coming back within one process as a try; after a suspension it does not.
+    @flow(retries=2, result_serializer="json")
+    def loses_its_job() -> None:
+        tries.append([create_job("block", SUB_JOBS)])
+        if len(tries) == 1:
+            service.jobs[tries[0][0]].update(status=end, reason="somebody's decision")
+        suspend_and_resume()
+        lose_results()
+        tries[-1].append(create_job("block", SUB_JOBS))
+        if len(tries) == 1:
+            raise JobFailed(job_id=tries[0][0], state=end)
+
+    loses_its_job()
+    (lost, still_lost), (second, still_second) = tries
+    assert lost == still_lost != second == still_second
+    assert list(service.jobs) == [lost, second]
 
 
 def test_a_crash_between_label_and_create_leads_to_the_same_id(service: ScriptedService) -> None:

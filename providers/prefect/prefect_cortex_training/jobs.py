@@ -35,9 +35,11 @@ async def find_or_create(
 ) -> str:
     """The id of the flow run's job called `name`: the one that lives, or one created from `body` now.
 
-    A job that ended before its work was finished is replaced under the next generation. One whose work is finished
-    stays the flow run's job, although it is gone: a rerun has nothing left to do on it. `owner` is the name of the
-    credentials block that can cancel the job. When two processes execute the flow run at once, both get the same job.
+    A job that ended before its work was finished is replaced under the next generation, unless the flow run only came
+    back from a suspension: then it is given back, for the wait to fail with the service's reason as it would have in a
+    process that stayed, and the next try of the flow run replaces it. One whose work is finished stays the flow run's
+    job, although it is gone: a rerun has nothing left to do on it. `owner` is the name of the credentials block that
+    can cancel the job. When two processes execute the flow run at once, both get the same job.
     """
     if not _NAME.fullmatch(name):
         raise ConfigurationError.of("name", name, "give a job at most 64 letters, digits, _ and - as its name")
@@ -48,8 +50,13 @@ async def find_or_create(
     generation = max((job.generation for job in jobs_in(written) if job.name == name), default=0)
     existing = await _existing(client, _ids(written, name, generation))
     if existing and not _alive(existing):
+        back = await labels.back_from_suspension()
+        outcome = "the next try of the flow run replaces it" if back else "it is replaced"
         for job_id, job in existing.items():
-            logger.warning("job %s is %s (%s); it is replaced", job_id, *_end_of(job))
+            logger.warning("job %s is %s (%s); %s", job_id, *_end_of(job), outcome)
+        if back:
+            # The smallest is the one that both of two processes went on with.
+            return min(existing)
         generation, existing = generation + 1, {}
     if not _ids(written, name, generation):
         written = await labels.write({job_key(name, generation, new_job_id()): owner or ""})

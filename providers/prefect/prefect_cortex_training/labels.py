@@ -100,6 +100,11 @@ class RunLabels:
         async with get_client() as client:
             return (await client.read_flow_run(self.flow_run_id)).run_count
 
+    async def back_from_suspension(self) -> bool:
+        """Whether this try of the flow run was suspended: Prefect keeps the keys of its pauses until another begins."""
+        async with get_client() as client:
+            return bool((await client.read_flow_run(self.flow_run_id)).empirical_policy.pause_keys)
+
     async def write(self, labels: Mapping[str, Label]) -> dict[str, Label]:
         """Add `labels`, replacing those of the same key; on return they are stored. Returns every label."""
         async with get_client() as client:

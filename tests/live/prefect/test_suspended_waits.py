@@ -52,7 +52,7 @@ def test_the_flow_process_is_gone_while_the_job_queues(live: Live, full_service:
 
 def test_lost_results_and_a_lost_job(live: Live, full_service: Any) -> None:
     """Stored results that are gone when the flow comes back repeat nothing. A job that somebody cancelled while its
-    flow run was suspended fails that run, with the service's reason.
+    flow run was suspended fails that run, with the service's reason, and no other job is created: also without results.
     """
     with client_of(full_service) as client:
         blocker = client.create_job_from_body({"sub_job_configs": sub_jobs()})["job_id"]

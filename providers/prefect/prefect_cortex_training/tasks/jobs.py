@@ -44,7 +44,8 @@ async def _create_job(
 
     The id is written into the flow run's labels before the job is created. A rerun therefore finds the job and asks
     the service: one that is alive is used again, one that ended without having finished its work is replaced under the
-    next generation, and one that was never created is created now.
+    next generation, and one that was never created is created now. A flow run that comes back from a suspension is no
+    rerun: it gets the job that it suspended with, also one that ended since, and the wait for that raises JobFailed.
 
     Args:
         credentials: name of a `CortexTrainingCredentials` block.
