@@ -24,7 +24,7 @@ from airflow_cortex_training.operators.base import (
     require_text,
 )
 from airflow_cortex_training.run_folder import end_run
-from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from airflow_cortex_training.triggers.job_ends import CortexTrainingJobEndsTrigger
 from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
 from cortex_training.config import SubJobConfig, check_matching_lora
@@ -142,12 +142,23 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
                     raise self._too_late(job_id)
         return self._defer(record, job_id, limit_s - wait_s)
 
-    def execute_complete(self, context: Context, event: dict[str, Any] | None = None, job_id: str | None = None) -> str:
-        """The worker leg after the trigger's event."""
+    def execute_complete(
+        self,
+        context: Context,
+        event: dict[str, Any] | None = None,
+        job_id: str | None = None,
+        deadline: float | None = None,
+    ) -> str:
+        """The worker leg after the trigger's event. One about another job is no word about this one."""
         event = event or {}
-        job_id = event.get("job_id") or job_id or (DurableRecord(context).current or {}).get("job_id")
+        record = DurableRecord(context)
+        job_id = (record.current or {}).get("job_id") or job_id or event.get("job_id")
         with clear_failures():
             job_id = require_text(self, "job_id", job_id)
+        if is_of_another_wait(event, job_id=job_id):
+            self.log.warning("waiting on for job %s: %s is about another one", job_id, event)
+            limit_s = self.time_limit_s(self.timeout_s)
+            return self._defer(record, job_id, limit_s if deadline is None else max(0.0, deadline - time.time()))
         with clear_failures(), self.hook.get_conn() as client:
             note(self, CortexTrainingJobLink, job_url(client, job_id))
             with self._gives_up_at_last(client, job_id, context), clear_failures(client):
@@ -197,7 +208,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
                 cancel_on_kill=self.cancel_on_kill,
             ),
             method_name="execute_complete",
-            kwargs={"job_id": job_id},
+            kwargs={"job_id": job_id, "deadline": now + left_s},
             timeout=timedelta(seconds=left_s + BACKSTOP_S),
         )
 
@@ -361,12 +372,20 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
         return cancelled
 
     def execute_complete(
-        self, context: Context, event: dict[str, Any] | None = None, cancelled: list[str] | None = None
+        self,
+        context: Context,
+        event: dict[str, Any] | None = None,
+        cancelled: list[str] | None = None,
+        job_ids: list[str] | None = None,
+        deadline: float | None = None,
     ) -> list[str]:
-        """The worker leg after the trigger's event."""
+        """The worker leg after the trigger's event. One that is not about `job_ids` is no word about them."""
         event = event or {}
-        cancelled = list(event.get("cancelled") or cancelled or [])
+        cancelled = list(cancelled or event.get("cancelled") or [])
         status = event.get("status", Status.ENDED)
+        if job_ids and deadline and is_of_another_wait(event, job_ids=job_ids):
+            self.log.warning("waiting on for the end of %s: %s is about something else", ", ".join(job_ids), event)
+            self._defer(job_ids, cancelled, max(0.0, deadline - time.time()))
         if status == Status.TIMEOUT:
             raise self._too_late(event.get("alive") or cancelled)
         if status != Status.ENDED:
@@ -388,7 +407,7 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
                 deadline=now + left_s,
             ),
             method_name="execute_complete",
-            kwargs={"cancelled": cancelled},
+            kwargs={"cancelled": cancelled, "job_ids": alive, "deadline": now + left_s},
             timeout=timedelta(seconds=left_s + BACKSTOP_S),
         )
 

@@ -33,7 +33,7 @@ from airflow_cortex_training.operators.base import (
     require_text,
     with_fields,
 )
-from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from airflow_cortex_training.triggers.requests import CortexTrainingRequestTrigger
 from cortex_training.errors import (
     ApiError,
@@ -162,10 +162,11 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         return self._defer(record, request_id, started, limit_s - wait_s)
 
     def _defer(self, record: DurableRecord, request_id: str, started: float, left_s: float) -> NoReturn:
+        trigger = self._trigger(record, request_id, started, left_s)
         self.defer(
-            trigger=self._trigger(record, request_id, started, left_s),
+            trigger=trigger,
             method_name="execute_complete",
-            kwargs={"job_id": self.job_id, "request_id": request_id},
+            kwargs={"job_id": self.job_id, "request_id": request_id, "deadline": trigger.deadline},
             # The trigger ends at its own deadline, with an event. This is for the night no triggerer runs.
             timeout=timedelta(seconds=left_s + BACKSTOP_S),
         )
@@ -176,17 +177,28 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         event: dict[str, Any] | None = None,
         job_id: str | None = None,
         request_id: str | None = None,
+        deadline: float | None = None,
     ) -> Any:
-        """The worker leg after the trigger's event; everything it needs is in the event, too."""
+        """The worker leg after the trigger's event; everything it needs is in the event, too.
+
+        An event about another request than this try's is no word about this one, which is waited for again.
+        """
         event = event or {}
         record = DurableRecord(context)
         known = record.current or {}
-        self.job_id = event.get("job_id") or job_id or known.get("job_id") or self.job_id
-        request_id = event.get("request_id") or request_id or known.get("request_id")
+        self.job_id = known.get("job_id") or job_id or event.get("job_id") or self.job_id
+        request_id = known.get("request_id") or request_id or event.get("request_id")
         status = event.get("status", Status.SETTLED)
         with clear_failures():
             request_id = require_text(self, "request_id", request_id)
             hook = self.hook
+        if is_of_another_wait(event, job_id=self.job_id, request_id=request_id):
+            self.log.warning(
+                "waiting on for request %s of job %s: %s is about another one", request_id, self.job_id, event
+            )
+            now = time.time()
+            left_s = self.time_limit_s(self.timeout_s) if deadline is None else max(0.0, deadline - now)
+            return self._defer(record, request_id, float(known.get("started") or now), left_s)
         with clear_failures(), hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
             note(self, CortexTrainingJobLink, job_url(client, self.job_id))
             self._submitted = (client, self.job_id, request_id)

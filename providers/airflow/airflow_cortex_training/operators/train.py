@@ -34,7 +34,7 @@ from airflow_cortex_training.operators.base import (
 from airflow_cortex_training.operators.checkpoints import attempt_id
 from airflow_cortex_training.operators.jobs import is_last_try
 from airflow_cortex_training.run_folder import end_run, is_over, next_folder, write_plan
-from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
 from cortex_training.errors import ConfigurationError, CortexTrainingError, DeadlineExceeded
 from cortex_training.identity import new_token
@@ -143,7 +143,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
                 credentials=plan.credentials,
             ),
             method_name="execute_complete",
-            kwargs={"root": plan.root, "credentials": plan.credentials},
+            kwargs={"root": plan.root, "credentials": plan.credentials, "attempt": attempt},
             timeout=timedelta(seconds=limit_s + BACKSTOP_S),
         )
 
@@ -153,10 +153,18 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         event: dict[str, Any] | None = None,
         root: str | None = None,
         credentials: str | None = None,
+        attempt: str | None = None,
     ) -> dict[str, Any]:
-        """The worker leg after the run: hand over its result, or fail without leaving a job behind."""
+        """The worker leg after the run: hand over its result, or fail without leaving a job behind.
+
+        An event of another run or try is no word about this one, which is driven on.
+        """
         event = event or {}
-        root = event.get("root") or root or (DurableRecord(context).current or {}).get("root")
+        # Releases that named no attempt in their events may still run in a triggerer.
+        if is_of_another_wait(event, root=root) or (attempt and event.get("attempt", attempt) != attempt):
+            self.log.warning("driving on the run in %s: %s is about another one", root, event)
+            return self.execute(context)
+        root = root or event.get("root") or (DurableRecord(context).current or {}).get("root")
         if event.get("status") == Status.TRAINED:
             result = dict(event["result"])
             self._note_result(result)

@@ -29,7 +29,7 @@ from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.operators.base import BACKSTOP_S, DEFER_GRACE_S, INLINE_S, default_deferrable
 from airflow_cortex_training.triggers import waiting
-from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from airflow_cortex_training.triggers.waiting import is_transient
 from cortex_training.errors import NotFoundError
 
@@ -53,7 +53,7 @@ class CortexTrainingSensor(BaseSensorOperator):
 
     `soft_fail` turns a timeout, and whatever no later look can mend, into a skip.
 
-    Subclasses give `check`, `source`, `look`, `trigger` and `concluded`.
+    Subclasses give `check`, `source`, `look`, `trigger`, `ids` and `concluded`.
     """
 
     template_fields: Sequence[str] = ("conn_id", "database", "schema", "endpoint")
@@ -109,6 +109,10 @@ class CortexTrainingSensor(BaseSensorOperator):
         """What `look` would give, of an event that is about the wait's end; raises as `look` does."""
         raise NotImplementedError
 
+    def ids(self) -> dict[str, Any]:
+        """Fields of every event of `trigger` that tell it from an event of another wait."""
+        raise NotImplementedError
+
     def awaited(self) -> str:
         """What is waited for, in words."""
         raise NotImplementedError
@@ -135,10 +139,20 @@ class CortexTrainingSensor(BaseSensorOperator):
             found = self.look(source)
         return PokeReturnValue(found is not None, found)
 
-    def execute_complete(self, context: Context, event: dict[str, Any] | None = None, limit: str = _BY_TIMEOUT) -> Any:
-        """The worker leg after the trigger's event. `limit` says which limit the trigger's deadline was."""
+    def execute_complete(
+        self,
+        context: Context,
+        event: dict[str, Any] | None = None,
+        limit: str = _BY_TIMEOUT,
+        ids: dict[str, Any] | None = None,
+    ) -> Any:
+        """The worker leg after the trigger's event. `limit` says which limit the trigger's deadline was, `ids` what
+        was waited for: an event about anything else is no word about that, which is looked for again."""
         event = event or {}
         status = event.get("status")
+        if is_of_another_wait(event, **(ids or {})):
+            self.log.warning("%s: looking again, %s is about something else", self.awaited(), event)
+            return self.execute(context)
         with self._verdicts():
             if status == Status.TIMEOUT:
                 raise self._timed_out(limit)
@@ -224,7 +238,7 @@ class CortexTrainingSensor(BaseSensorOperator):
         self.defer(
             trigger=self.trigger(started=started, not_before=time.time() + DEFER_GRACE_S, deadline=deadline),
             method_name="execute_complete",
-            kwargs={"limit": limit},
+            kwargs={"limit": limit, "ids": self.ids()},
             # The trigger ends at its own deadline, with an event. This is for the night no triggerer runs.
             timeout=timedelta(seconds=max(0.0, deadline - time.time()) + BACKSTOP_S),
         )

@@ -77,6 +77,9 @@ class CortexTrainingCapacitySensor(CortexTrainingSensor):
         self.hardware = event.get("hardware") or self.hardware
         return self._told(event.get("available_gpus"))
 
+    def ids(self) -> dict[str, Any]:
+        return {"hardware": self.hardware}
+
     def awaited(self) -> str:
         return f"{self.gpus} free GPUs of {self.hardware or 'any hardware'}"
 

@@ -71,6 +71,9 @@ class CortexTrainingWaitForRunningSensor(CortexTrainingSensor):
                 self._ended(client, str(event.get("state") or "unknown"), str(event.get("error") or ""))
         return self.job_id
 
+    def ids(self) -> dict[str, Any]:
+        return {"job_id": self.job_id}
+
     def awaited(self) -> str:
         return f"job {self.job_id} running"
 

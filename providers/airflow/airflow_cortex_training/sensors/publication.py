@@ -79,6 +79,9 @@ class CortexTrainingCheckpointPublishedSensor(CortexTrainingSensor):
     def concluded(self, event: dict[str, Any]) -> dict[str, Any]:
         return {name: event[name] for name in ("entry", "location", "save", "epoch", "step")}
 
+    def ids(self) -> dict[str, Any]:
+        return {"root": self.root}
+
     def awaited(self) -> str:
         after = f" after {self.after}" if self.after else ""
         return f"a publication in {self.root}{after} of step {self.min_step} or more"

@@ -94,6 +94,9 @@ class CortexTrainingRequestSensor(CortexTrainingSensor):
             raise AirflowFailException(f"{self.awaited()}: the trigger saw its end, and a look after it does not")
         return found
 
+    def ids(self) -> dict[str, Any]:
+        return {"job_id": self.job_id, "request_id": self.request_id}
+
     def awaited(self) -> str:
         return f"request {self.request_id} of job {self.job_id} done"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -40,3 +41,13 @@ def event(status: Status, *, error: str = "", **fields: Any) -> dict[str, Any]:
     if error:
         payload["error"] = error if len(error) <= MAX_ERROR_CHARS else error[: MAX_ERROR_CHARS - 1] + "…"
     return payload
+
+
+def is_of_another_wait(told: Mapping[str, Any], **awaited: Any) -> bool:
+    """Whether an event names other ids than the ones its receiver waits for.
+
+    Airflow delivers an event by the id of the trigger's row. SQLite gives the id of a deleted row to the next one: when
+    a deferred task is cleared and defers again at once, the triggerer takes the new trigger for the old one, which
+    still runs there, and the old one's event resumes the new try. No event at all is of no other wait.
+    """
+    return bool(told) and any(value and told.get(name) != value for name, value in awaited.items())

@@ -64,7 +64,13 @@ class CortexTrainingJobEndsTrigger(StoredArguments, BaseTrigger):
                 log=self.log,
             )
         await sleep_until(self.not_before)
-        told = event(outcome.status, cancelled=self.cancelled, alive=self._alive, error=outcome.error)
+        told = event(
+            outcome.status,
+            job_ids=self.job_ids,
+            cancelled=self.cancelled,
+            alive=self._alive,
+            error=outcome.error,
+        )
         yield TriggerEvent(told)
         return
 

@@ -76,7 +76,7 @@ class CortexTrainingPublicationTrigger(StoredArguments, BaseTrigger):
                 log=self.log,
             )
         await sleep_until(self.not_before)
-        yield TriggerEvent(event(outcome.status, error=outcome.error, **self._found))
+        yield TriggerEvent(event(outcome.status, root=self.root, error=outcome.error, **self._found))
         return
 
     async def _look(self, listing: SharedListing) -> Outcome | None:

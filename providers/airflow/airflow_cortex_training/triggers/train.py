@@ -101,15 +101,16 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
                 self.log.info("standing by: %s", error)
                 await self._stand_by()
                 if time.time() >= self.deadline:
-                    return event(Status.TIMEOUT, root=self.root)
+                    return event(Status.TIMEOUT, root=self.root, attempt=self.attempt)
             except RunInterrupted:
-                return event(Status.TIMEOUT, root=self.root)
+                return event(Status.TIMEOUT, root=self.root, attempt=self.attempt)
             except (ConfigurationError, RunFailed) as error:
                 return self._failed(Status.FAILED, error, permanent=True)
             except CortexTrainingError as error:
                 return self._failed(Status.FAILED, error, permanent=False)
             else:
-                return event(Status.TRAINED, root=self.root, result={**result.to_dict(), "root": self.root})
+                trained = {**result.to_dict(), "root": self.root}
+                return event(Status.TRAINED, root=self.root, attempt=self.attempt, result=trained)
 
     async def _drive(self, plan: TrainingPlan, settings: ConnectionSettings) -> Any:
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
@@ -155,7 +156,7 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
                 return
 
     def _failed(self, status: Status, error: Exception, *, permanent: bool) -> dict[str, Any]:
-        return event(status, root=self.root, permanent=permanent, error=str(error))
+        return event(status, root=self.root, attempt=self.attempt, permanent=permanent, error=str(error))
 
     async def on_kill(self) -> None:
         await kill.unbroken(self._cancel())
