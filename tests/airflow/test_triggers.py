@@ -19,6 +19,7 @@ from airflow_cortex_training.triggers.hub import RateBudget, open_hub
 from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
 from airflow_cortex_training.triggers.requests import CortexTrainingRequestTrigger
 from airflow_cortex_training.triggers.session import MAX_REPLY_BYTES
+from airflow_cortex_training.triggers.stored import TRIGGER_VERSION
 
 PAT = "pat-0123456789-very-secret"
 
@@ -203,7 +204,7 @@ class TestJob:
 
 
 class TestVersions:
-    @pytest.mark.parametrize("changes", [{"v": 3}, {"colour": "blue"}])
+    @pytest.mark.parametrize("changes", [{"v": TRIGGER_VERSION + 1}, {"colour": "blue"}])
     async def test_a_newer_trigger_is_refused_when_it_runs(self, scripted, conn, changes) -> None:
         # An exception in the constructor would end Airflow's trigger runner with every other wait in it.
         for make in (request_trigger, job_trigger):

@@ -132,7 +132,9 @@ class TestSweep:
         then = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2)).isoformat()
         listed = CortexTrainingClient.list_jobs
         monkeypatch.setattr(
-            CortexTrainingClient, "list_jobs", lambda self: [{**job, "created_at": then} for job in listed(self)]
+            CortexTrainingClient,
+            "list_jobs",
+            lambda self, *status: [{**job, "created_at": then} for job in listed(self, *status)],
         )
 
     @pytest.fixture
