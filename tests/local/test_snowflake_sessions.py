@@ -121,8 +121,12 @@ def test_what_serve_prints_is_a_profile_that_works(tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        printed = "".join(iter(process.stdout.readline, "  accepts any token; Ctrl-C ends it\n"))
-        section = re.search(r"^    \[local\]\n(?:    .+\n)+", printed, re.MULTILINE)
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if line.endswith("Ctrl-C ends it.\n"):
+                break
+        section = re.search(r"^ +\[local\]\n(?: +\w+ = .+\n)+", printed, re.MULTILINE)
         trust = re.search(r"export REQUESTS_CA_BUNDLE=(.+)", printed)
         assert section, printed
         assert trust, printed
