@@ -26,7 +26,7 @@ from cortex_training.errors import (
 )
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import dual, run_to_end
-from prefect_cortex_training.labels import RunLabels
+from prefect_cortex_training.labels import RunLabels, jobs_in
 from prefect_cortex_training.presence import WATCHERS, somebody_is_there
 from prefect_cortex_training.waits import REQUEST, RUNNING, Wait
 
@@ -62,6 +62,8 @@ async def aawait_remote(
         timeout_s: longest wait, from the flow run's first wait for it, whatever lies between.
         poll_s: how long to look before suspending.
 
+    A rerun of a flow run whose work on the job is finished has nothing to wait for: it gets the job as it ended.
+
     Raises JobFailed when the job ends, RequestFailed when the request does not succeed, DeadlineExceeded when
     `timeout_s` is over: in the flow, after it was resumed.
     """
@@ -69,6 +71,9 @@ async def aawait_remote(
         if not 0 < value < math.inf:
             raise ConfigurationError.of(name, value, "give seconds above 0")
     labels = RunLabels.of_current_run("await_remote")
+    if request_id is None and await _is_finished(labels, job_id):
+        async with connected(credentials) as client:
+            return dict(await client.get_job(job_id))
     subject = (job_id,) if request_id is None else (job_id, request_id)
     wait = Wait(RUNNING if request_id is None else REQUEST, credentials, subject)
     since = float(await labels.remember(f"waiting_since.{subject[-1]}", time.time()))
@@ -102,6 +107,11 @@ def can_suspend() -> bool:
     if context is None or context.flow_run is None or TaskRunContext.get() is not None:
         return False
     return context.flow_run.deployment_id is not None and context.flow_run.parent_task_run_id is None
+
+
+async def _is_finished(labels: RunLabels, job_id: str) -> bool:
+    """Whether an earlier try came to the end of its work on the job, which was cancelled for that reason alone."""
+    return any(job.job_id == job_id and job.finished for job in jobs_in(await labels.read()))
 
 
 async def _is_watched() -> bool:
