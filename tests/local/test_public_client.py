@@ -11,13 +11,14 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from tests.conftest import RunningService, ServiceFactory
+from tests.conftest import RunningService, ServiceFactory, start_service
 
 pytestmark = pytest.mark.public_client
 
@@ -193,9 +194,14 @@ def ran(folder: Path, program: str, *arguments: str, **environment: str) -> dict
 
 
 @pytest.fixture(scope="module")
-def seen(local_service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the public client got from each of its calls."""
-    return ran(tmp_path_factory.mktemp("public_client"), "public_client_walk.py", local_service.base_url)
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What the public client got from each of its calls, on a service whose GPUs nobody else uses."""
+    folder = tmp_path_factory.mktemp("public_client")
+    service = start_service(folder / "service", gpus=4096)
+    try:
+        yield ran(folder, "public_client_walk.py", service.base_url)
+    finally:
+        service.stop()
 
 
 @pytest.fixture(scope="module")

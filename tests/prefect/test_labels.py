@@ -85,3 +85,8 @@ def test_jobs_and_roots_are_read_with_their_owners() -> None:
     assert [job.credentials for job in jobs] == [None, None, "block", "block", "block"]
     assert [job.job_id for job in jobs if job.finished] == ["j2"]
     assert [(root.root, root.credentials) for root in roots_in(labels)] == [("/runs/a", "block")]
+
+
+def test_a_label_that_somebody_else_wrote_hides_no_job():
+    labels = {"job.train.0.abc": "block", "job.mine": "x", "job.a.b.c": "x", "job.": "x", "jobs": "x"}
+    assert [job.job_id for job in jobs_in(labels)] == ["abc"]

@@ -34,6 +34,7 @@ Whoever has such labels also has the tag ``cortex-training``, because Prefect fi
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +146,9 @@ def _claims(labels: Mapping[str, Label], key: str) -> list[Any]:
     return [value for name, value in labels.items() if name.startswith(f"{key}.")]
 
 
+_JOB_KEY = re.compile(r"job\.(?P<name>[^.]+)\.(?P<generation>[0-9]+)\.(?P<job_id>.+)")
+
+
 def job_key(name: str, generation: int, job_id: str) -> str:
     return f"job.{name}.{generation}.{job_id}"
 
@@ -166,14 +170,17 @@ def root_digest(root: str) -> str:
 
 
 def jobs_in(labels: Mapping[str, Any]) -> list[JobLabel]:
-    """Every job that the labels name, in order of name and generation."""
+    """Every job that the labels name, in order of name and generation.
+
+    A label of another form is passed over: one flow run with a label that somebody else wrote must not keep a watcher
+    from all the others.
+    """
     found = []
     for key, value in labels.items():
-        kind, _, rest = key.partition(".")
-        if kind == "job":
-            name, generation, job_id = rest.split(".", 2)
+        if named := _JOB_KEY.fullmatch(key):
+            job_id = named["job_id"]
             finished = bool(labels.get(finished_key(job_id), False))
-            found.append(JobLabel(name, int(generation), job_id, str(value) or None, finished))
+            found.append(JobLabel(named["name"], int(named["generation"]), job_id, str(value) or None, finished))
     return sorted(found, key=lambda job: (job.name, job.generation, job.job_id))
 
 
