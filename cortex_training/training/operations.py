@@ -21,7 +21,9 @@ from cortex_training.training.progress import RunFailed
 from cortex_training.training.state import Base, Operation
 
 _TRIES = 3
-"""How often a harmless operation whose request the service forgot is sent again."""
+"""How often a forward-backward whose request the service forgot is sent."""
+SAVE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0, 32.0)
+"""Seconds after each save that got no answer: two minutes in all, besides what the client itself waits."""
 
 
 async def forward_backward(
@@ -243,17 +245,18 @@ async def publish_verified(driver: Driver) -> str | None:
 async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operation]:
     """A save on the service, and the operation that made it (still open).
 
-    Saving twice is harmless, so a save that may be under way is not waited for; a service that never answers one is.
+    Saving twice is harmless, so a save that may be under way is not waited for. The run, and its job, end only when the
+    service has not answered one for longer than a bad minute of the network.
     """
-    for _ in range(_TRIES):
+    for pause_s in SAVE_PAUSES_S:
         found, operation = await _try_to_save(driver, step)
         if found is not None:
             return _saved(driver, found), operation
         await _close(driver, operation, "refused", {})
-        await driver.pause(1.0)
+        await driver.pause(pause_s)
     raise RunFailed(
-        f"{driver.store.root}: {_TRIES} saves after step {step} of job {driver.segment.job_id} got no answer; look at "
-        "the job's log, then start the plan again: it goes on from the last publication"
+        f"{driver.store.root}: {len(SAVE_PAUSES_S)} saves after step {step} of job {driver.segment.job_id} got no "
+        "answer; look at the job's log, then start the plan again: it goes on from the last publication"
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cortex_training.errors import AuthError
 from cortex_training.publication.log import PublicationLog
-from cortex_training.training import RunFailed, Superseded, cancel_jobs, end_run, run, status
+from cortex_training.training import RunFailed, Superseded, cancel_jobs, end_run, operations, run, status
 from tests.conftest import start_service
 from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, FaultProxy
 from tests.training.conftest import Runs
@@ -136,7 +136,17 @@ def test_a_job_of_our_own_is_cancelled_when_the_run_moves_to_somebody_elses(runs
     cancel(runs, job_id)
 
 
-def test_saves_that_are_never_answered_end_the_run_and_its_job(runs, proxy):
+def test_a_bad_minute_in_which_saves_get_no_answer_costs_neither_run_nor_job(runs, proxy, monkeypatch):
+    monkeypatch.setattr(operations, "SAVE_PAUSES_S", (0.01,) * len(operations.SAVE_PAUSES_S))
+    rule = proxy.add(r"^POST .*/save$", DROP_BEFORE, times=5)
+    result = runs.run()
+    assert rule.seen > 5
+    assert result.segments == 1
+    assert len(jobs(runs)) == 1
+
+
+def test_saves_that_are_never_answered_end_the_run_and_its_job(runs, proxy, monkeypatch):
+    monkeypatch.setattr(operations, "SAVE_PAUSES_S", (0.01,) * len(operations.SAVE_PAUSES_S))
     rule = proxy.add(r"^POST .*/save$", ANSWER, times=10**6, status=500, body={"message": "disk on fire"})
     with pytest.raises(RunFailed, match=r"saves after step 2 .* got no answer"):
         runs.run()
