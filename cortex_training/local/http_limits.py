@@ -27,7 +27,8 @@ def bounded_protocol() -> type[asyncio.Protocol]:
             super().connection_made(transport)
 
         def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data)
+            # A head that begins in the middle of `data`, behind a body, is counted from the next piece on.
+            self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
             super().data_received(data)
             if not self._in_head:
                 self._head_bytes = 0

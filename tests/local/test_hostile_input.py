@@ -378,6 +378,21 @@ def test_headers_without_end_are_cut_off(
     assert requests.get(service.base_url + "/", timeout=30).status_code == 200
 
 
+def test_a_body_does_not_count_as_the_headers_behind_it(local_service: RunningService) -> None:
+    """The next request's first line may come in one piece with the end of a body."""
+    host, port = local_service.base_url.removeprefix("http://").split(":")
+    body = b"[" + b" " * 100_000 + b"]"
+    first = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as one:
+        one.sendall(first + b"Content-Length: %d\r\n\r\n" % len(body))
+        one.sendall(body + b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        refusal = one.recv(1 << 16)
+        one.sendall(b"Connection: close\r\n\r\n")
+        answers = refusal + b"".join(iter(lambda: one.recv(1 << 16), b""))
+    assert b"headers are longer" not in answers
+    assert answers.count(b"HTTP/1.1 200 ") == 1
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
