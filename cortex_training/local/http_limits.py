@@ -23,20 +23,23 @@ def bounded_protocol() -> type[asyncio.Protocol]:
 
     class BoundedProtocol(base):  # type: ignore[misc]
         def connection_made(self, transport: asyncio.Transport) -> None:
-            self._in_head, self._head_bytes = True, 0
+            self._in_head, self._began_in_this_piece, self._head_bytes = True, False, 0
             super().connection_made(transport)
 
         def data_received(self, data: bytes) -> None:
-            # A head that begins in the middle of `data`, behind a body, is counted from the next piece on.
-            self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+            self._began_in_this_piece = False
             super().data_received(data)
-            if not self._in_head:
+            # A piece in which a head begins may hold a whole request and its body before it, so it can't be counted;
+            # it is no longer than one read from the socket.
+            if not self._in_head or self._began_in_this_piece:
                 self._head_bytes = 0
-            elif self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                return
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response(f"The request line and headers are longer than {MAX_HEAD_BYTES} bytes.")
 
         def on_message_begin(self) -> None:
-            self._in_head = True
+            self._in_head = self._began_in_this_piece = True
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:

@@ -7,6 +7,7 @@ import json
 import resource
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -378,19 +379,25 @@ def test_headers_without_end_are_cut_off(
     assert requests.get(service.base_url + "/", timeout=30).status_code == 200
 
 
-def test_a_body_does_not_count_as_the_headers_behind_it(local_service: RunningService) -> None:
-    """The next request's first line may come in one piece with the end of a body."""
+@pytest.mark.parametrize("together", ["one piece", "head apart", "body apart"])
+def test_a_body_does_not_count_as_the_headers_behind_it(local_service: RunningService, together: str) -> None:
+    """The next request's first line may come in one piece with the end of a body, or with all of the request."""
     host, port = local_service.base_url.removeprefix("http://").split(":")
     body = b"[" + b" " * 100_000 + b"]"
-    first = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as one:
-        one.sendall(first + b"Content-Length: %d\r\n\r\n" % len(body))
-        one.sendall(body + b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-        refusal = one.recv(1 << 16)
-        one.sendall(b"Connection: close\r\n\r\n")
-        answers = refusal + b"".join(iter(lambda: one.recv(1 << 16), b""))
-    assert b"headers are longer" not in answers
-    assert answers.count(b"HTTP/1.1 200 ") == 1
+    head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    begun = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    pieces = {"one piece": [head + body + begun], "head apart": [head, body + begun], "body apart": [head + body, begun]}
+    for _ in range(20):
+        with socket.create_connection((host, int(port)), timeout=30) as one:
+            for piece in pieces[together]:
+                one.sendall(piece)
+                time.sleep(0.002)
+            refusal = one.recv(1 << 16)
+            one.sendall(b"Connection: close\r\n\r\n")
+            answers = refusal + b"".join(iter(lambda: one.recv(1 << 16), b""))
+        assert b"headers are longer" not in answers
+        assert answers.count(b"HTTP/1.1 200 ") == 1
 
 
 def resident_bytes(pid: int) -> int:
