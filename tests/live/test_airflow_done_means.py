@@ -18,7 +18,7 @@ import pytest
 
 from cortex_training.publication import PublicationLog
 from demo.rows import load_rows, standard_library_rows
-from tests.faults.proxy import HOLD
+from tests.faults.proxy import HOLD, Rule
 from tests.live.conftest import Night, Run
 from tests.live.test_airflow_training_runs import hold_step
 
@@ -45,6 +45,9 @@ def loaded(snowflake: Any) -> None:
 def test_the_nightly_dag_through_ten_kills(night: Night, loaded: None, chance: random.Random) -> None:
     root = night.folder / "shared"
     root.mkdir()
+    # Of what workers ask for, the two operations that nobody else asks for in this run: a job, a weight sync.
+    creation = night.proxy.add(r"POST .*/cortex-training$", HOLD)
+    weight_sync = night.proxy.add(r"POST .*/operation$", HOLD)
     run = night.start(
         "finetune_from_snowflake",
         cortex_conn_id=night.conn_id,
@@ -52,17 +55,20 @@ def test_the_nightly_dag_through_ten_kills(night: Night, loaded: None, chance: r
         steps=STEPS,
         save_every_steps=5,
     )
-    # Of what workers ask for, the two operations that nobody else asks for in this run.
-    kill_worker_during(night, run, "create_job", r"POST .*/cortex-training$", chance)
-    for step in sorted(chance.sample(range(1, STEPS + 1), IN_THE_TRIGGERER)):
-        held = hold_step(night.proxy, step)
+    kill_worker(run, "create_job", creation, chance)
+    steps = sorted(chance.sample(range(1, STEPS + 1), IN_THE_TRIGGERER))
+    held = hold_step(night.proxy, steps[0])
+    for following in [*steps[1:], None]:
         assert held.holding.wait(240), run.why()
         time.sleep(chance.uniform(0.0, 1.0))
         component = run.triggerer_of("train")
         night.airflow.kill_component(component)
         held.released.set()
+        # While nobody drives the run: a triggerer takes so long to start that the other one may be at work by then.
+        if following is not None:
+            held = hold_step(night.proxy, following)
         night.airflow.restart_triggerer(component)
-    kill_worker_during(night, run, "weight_sync", r"POST .*/weight-sync$", chance)
+    kill_worker(run, "weight_sync", weight_sync, chance)
     run.wait(timeout_s=900)
 
     published = run.xcom("publish")
@@ -88,10 +94,9 @@ def test_a_training_on_a_worker_through_its_share_of_kills(night: Night, chance:
     night.settle(steps=STEPS)
 
 
-def kill_worker_during(night: Night, run: Run, task_id: str, request: str, chance: random.Random) -> None:
-    """Kill the worker that runs a task, at a random moment of the time in which its request's reply is held."""
-    held = night.proxy.add(request, HOLD)
+def kill_worker(run: Run, task_id: str, held: Rule, chance: random.Random) -> None:
+    """Kill the worker that runs a task, at a random moment of the time in which the reply to its request is held."""
     assert held.holding.wait(240), run.why()
     time.sleep(chance.uniform(0.0, 1.0))
-    night.airflow.kill_task(run.instance(task_id)["id"], supervisor_too=chance.random() < 0.5)
+    run.night.airflow.kill_task(run.instance(task_id)["id"], supervisor_too=chance.random() < 0.5)
     held.released.set()
