@@ -5,6 +5,9 @@ PUBLIC_VENV ?= .venv-public
 PREFECT39_VENV ?= .venv-prefect39
 BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest
+# A test waits more than it computes. Files stay whole, so that a file's server is started once.
+WORKERS ?= 2
+TOGETHER = -n $(WORKERS) --dist loadfile
 
 ENGINE ?= airflow
 MODEL ?= smollm2
@@ -54,7 +57,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m demo --engine $(ENGINE) --model $(MODEL) $(if $(filter 1,$(KEEP)),--keep)
 
 test: $(VENV)/.ready $(PUBLIC_VENV)/.ready
-	CORTEX_TRAINING_PUBLIC_PYTHON=$(CURDIR)/$(PUBLIC_VENV)/bin/python $(PYTEST) -m "not long and not live"
+	CORTEX_TRAINING_PUBLIC_PYTHON=$(CURDIR)/$(PUBLIC_VENV)/bin/python $(PYTEST) $(TOGETHER) -m "not long and not live"
 	$(PYTEST) -m "live and short and not long"
 
 test-live: $(VENV)/.ready

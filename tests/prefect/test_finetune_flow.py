@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -142,7 +143,8 @@ def test_a_killed_flow_goes_on_with_its_job_and_takes_each_step_once(
     process = start(flow_run_id, on_server, results_folder)
     before = len(steps_of(local_service))
     wait_until(lambda: len(steps_of(local_service)) >= before + 3 or process.poll() is not None, "three steps")
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
     (job_id,) = jobs_of(flow_run_id)
