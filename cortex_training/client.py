@@ -616,7 +616,11 @@ class CortexTrainingClient:
         retry_interval_s: float = 0.1,
         extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Empty the prefix cache of a sampling sub-job."""
+        """Empty the prefix cache of a sampling sub-job.
+
+        With `drain` the service answers when what is being generated has ended, `timeout_s` seconds later at most. No
+        attempt of the call begins after that time.
+        """
         return self._run(
             operations.reset_prefix_cache(
                 self._context,

@@ -40,9 +40,9 @@ def operation_request(
     return calls.post_json(context, path, operation_type, body, kind, job_id=job_id, permit=permit)
 
 
-def run_operation(context: Context, request: Request) -> Flow[dict[str, Any]]:
+def run_operation(context: Context, request: Request, *, budget_s: float | None = None) -> Flow[dict[str, Any]]:
     """Send an operation and return its reply; a reply that schedules work can be polled."""
-    reply = yield from exchange_json(context, request)
+    reply = yield from exchange_json(context, request, budget_s=budget_s)
     request_id = reply.get("request_id")
     if isinstance(request_id, str) and request_id:
         context.remember_request(request.job_id, request_id, request.operation)
@@ -160,7 +160,8 @@ def reset_prefix_cache(
         sub_job_id=sub_job_id,
         sub_job_type=sub_job_type,
     )
-    return (yield from run_operation(context, request))
+    # Each attempt drains anew: none begins when the caller's time for it is over.
+    return (yield from run_operation(context, request, budget_s=min(timeout_s, context.policy.retry_budget_s)))
 
 
 def cancel_request(

@@ -36,7 +36,13 @@ _STATES_IN_FLIGHT = frozenset({RequestState.PENDING, RequestState.RUNNING, Reque
 
 
 def get_request_status(
-    context: Context, job_id: str, request_id: str, max_events: int | None = None, cursor: str | None = None
+    context: Context,
+    job_id: str,
+    request_id: str,
+    max_events: int | None = None,
+    cursor: str | None = None,
+    *,
+    deadline: float | None = None,
 ) -> Flow[RequestStatus]:
     if max_events is not None and (type(max_events) is not int or not 1 <= max_events <= MAX_EVENTS):
         raise ConfigurationError.of("max_events", max_events, f"must be a whole number from 1 to {MAX_EVENTS}")
@@ -44,8 +50,9 @@ def get_request_status(
     drains = max_events is not None and not cursor
     submitted = context.submitted.get((job_id, request_id))
     drains = drains or (submitted is not None and submitted.operation == "generate-stream")
+    kind = Kind.DRAINED if drains else Kind.SAFE
     status = yield from _read_status(
-        context, job_id, request_id, cursor, max_events=max_events, kind=Kind.DRAINED if drains else Kind.SAFE
+        context, job_id, request_id, cursor, max_events=max_events, kind=kind, deadline=deadline
     )
     events = status.get("events")
     if isinstance(events, list):

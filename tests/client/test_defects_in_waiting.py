@@ -301,6 +301,23 @@ def test_events_of_a_stream_are_not_asked_for_again_after_a_lost_answer(client: 
     assert len(weather.seen) == 1
 
 
+def test_a_port_that_nobody_listens_on_is_tried_until_the_callers_deadline(clients: Any, scripted: Any) -> None:
+    """Not for the client's own retry budget: then the connection's error would come, two minutes later."""
+    gone = scripted.Weather()
+    gone.stop()
+    client = clients(gone.url)
+    waits = (
+        lambda: client.poll_request("j", "r", timeout_s=0.5),
+        lambda: client.wait_for_job("j", timeout_s=0.5),
+        lambda: list(client.stream_request("j", "r", timeout_s=0.5)),
+    )
+    for wait in waits:
+        with pytest.raises(DeadlineExceeded, match="not seen"):
+            wait()
+    with pytest.raises(TransportError):
+        client.reset_prefix_cache("j", timeout_s=0.5)
+
+
 def test_errors_of_a_stream_are_seen(client: Any, weather: Any, says: Any) -> None:
     """The public client's wait ignores them."""
     events = [

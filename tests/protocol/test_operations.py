@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cortex_training.errors import ConfigurationError, NotFoundError, OutcomeUnknown, ProtocolError
+from cortex_training.errors import ConfigurationError, NotFoundError, OutcomeUnknown, ProtocolError, TransportError
 from cortex_training.protocol import checkpoints, operations
 from cortex_training.protocol.messages import Kind
 
@@ -109,3 +109,10 @@ def test_a_missing_checkpoint_cannot_be_deleted(world: Any, say: Any) -> None:
 def test_a_checkpoint_that_is_gone_after_our_own_lost_delete_was_deleted(world: Any, say: Any) -> None:
     assert world.run(checkpoints.delete_checkpoint(world.context, "j", "cp_1"), [say.lost, say.reply({}, 404)]) is None
     assert world.run(checkpoints.delete_checkpoint(world.context, "j", "cp_2"), [say.reply(None, 204)]) is None
+
+
+def test_a_drain_is_asked_for_again_no_longer_than_it_may_take(world: Any, say: Any) -> None:
+    with pytest.raises(TransportError):
+        world.run(operations.reset_prefix_cache(world.context, "j", timeout_s=5.0), lambda sent: say.never_sent)
+    assert len(world.requests) > 1
+    assert world.now - 1000 <= 5

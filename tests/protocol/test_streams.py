@@ -56,3 +56,18 @@ def test_a_stream_that_does_not_end_is_given_up_at_its_deadline(world: Any, say:
     with pytest.raises(DeadlineExceeded):
         read(world, lambda sent: page(say, "streaming"), timeout_s=30)
     assert world.now - 1000 <= 31
+
+
+def test_a_service_that_cannot_be_reached_is_tried_until_the_readers_deadline(world: Any, say: Any) -> None:
+    with pytest.raises(DeadlineExceeded, match="not seen"):
+        read(world, lambda sent: say.never_sent, timeout_s=5)
+    assert world.now - 1000 <= 5
+
+
+def test_a_slow_reader_gets_what_came_meanwhile(world: Any, say: Any) -> None:
+    stream = EventStream(world.context, "j", "r", timeout_s=5)
+    world.run(stream.next_events(), [page(say, "streaming", {"type": "result", "index": 0})])
+    world.now += 60
+    assert world.run(stream.next_events(), [page(say, "streaming", {"type": "result", "index": 1})])
+    with pytest.raises(DeadlineExceeded):
+        world.run(stream.next_events(), lambda sent: page(say, "streaming"))
