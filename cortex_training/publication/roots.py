@@ -11,6 +11,7 @@ from cortex_training.publication.store import PosixStore, Store
 from cortex_training.publication.urls import parse_proxy, parse_root
 
 DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_CONFLICT_SENDS = 4
 
 
 def open_store(
@@ -20,14 +21,16 @@ def open_store(
     proxy: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     renews: bool = True,
+    conflict_sends: float = DEFAULT_CONFLICT_SENDS,
     notes: Callable[[str], None] = lambda line: None,
 ) -> Store:
     """Open a directory, or ``s3://BUCKET/PREFIX``, as a store.
 
     `credentials` (S3 only, and required there) is the list ``kind:location,…`` or sources; they are resolved here.
     `proxy` is ``http(s)://host[:port]``. Every call is sent again until `timeout_s` when the store may have missed it.
-    With `renews`, credentials the store stops taking (ExpiredToken, InvalidAccessKeyId) are resolved again, once per
-    request. `notes` is called with lines for a person.
+    A put that conflicts with another one of the same key is sent at most `conflict_sends` times; ``math.inf`` leaves it
+    to the time limit too. With `renews`, credentials the store stops taking (ExpiredToken, InvalidAccessKeyId) are
+    resolved again, once per request. `notes` is called with lines for a person.
 
     Raises RootError, ConfigurationError (an option the root does not take), CredentialsError, StoreError.
     """
@@ -47,4 +50,4 @@ def open_store(
         parse_proxy(proxy)
     sources = parse_sources(credentials) if isinstance(credentials, str) else list(credentials)
     connection = Connection(sources, proxy, renews=renews, read_timeout_s=min(60.0, timeout_s), notes=notes)
-    return S3Store(place, connection, timeout_s)
+    return S3Store(place, connection, timeout_s, conflict_sends)

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import random
+import ssl
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,13 @@ from cortex_training.publication.urls import S3Location
 _KEY_BYTES = 1024
 _PART_BYTES = 64 * 1024 * 1024
 _DELETE_PAGE = 1000
-_TRANSIENT_STATUS = frozenset({500, 502, 503, 504})
+_TRANSIENT_STATUS = frozenset({429, 500, 502, 503, 504})
 _TRANSIENT_CODES = frozenset({"SlowDown", "Throttling", "RequestTimeout", "InternalError", "ServiceUnavailable"})
-#: Waits between the four sends of a put that another put of the same key is in flight with, in seconds.
-_CONFLICT_WAITS_S = ((0.05, 0.1), (0.1, 0.2), (0.2, 0.4))
+#: First waits in seconds, at most: behind a fault of the store or the network, and behind a put that another put of
+#: the same key is in flight with, which is over sooner. Each further wait is twice as long.
+_FAULT_WAIT_S = 0.2
+_CONFLICT_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
 
 
 class Refused(StoreError):
@@ -42,12 +46,14 @@ class S3Store:
     """Records under ``s3://bucket/prefix``. Raises StoreError (Refused when the store answered), CredentialsError.
 
     Requests the store may have missed are sent again until `timeout_s` after the call began, or until `deadline`
-    (monotonic) where that is set; after it, no request is sent at all.
+    (monotonic) where that is set; after it, no request is sent at all. A put that conflicts with another one of the
+    same key is sent `conflict_sends` times at most.
     """
 
     location: S3Location
     connection: Connection = field(repr=False)
     timeout_s: float
+    conflict_sends: float
     deadline: float | None = None
 
     @property
@@ -68,19 +74,14 @@ class S3Store:
         return _KEY_BYTES - len(self._key(folder).encode()) - 1
 
     def create(self, name: str, data: bytes = b"") -> bool:
-        for wait in (*_CONFLICT_WAITS_S, None):
-            try:
-                self._request("put_object", name, Body=data, IfNoneMatch="*")
-                return True
-            except Refused as refusal:
-                # Also the answer to a put that is sent again because the reply to the first, which landed, was lost.
-                if refusal.status == 412:
-                    return False
-                # Another put of this key is in flight: neither "exists" nor "ours" until it settled.
-                if refusal.status != 409 or wait is None:
-                    raise
-                time.sleep(random.uniform(*wait))
-        raise AssertionError("the last send either returned or raised")
+        try:
+            self._request("put_object", name, Body=data, IfNoneMatch="*")
+            return True
+        except Refused as refusal:
+            # Also the answer to a put that is sent again because the reply to the first, which landed, was lost.
+            if refusal.status == 412:
+                return False
+            raise
 
     def write(self, name: str, data: bytes) -> None:
         self._request("put_object", name, Body=data)
@@ -185,6 +186,10 @@ class S3Store:
                 self._send("delete_object", {"Key": key}, f"s3://{self.location.bucket}/{key}")
             return
         for fault in reply.get("Errors", ()):
+            if fault.get("Code") in _TRANSIENT_CODES:
+                # A batch that succeeded may hold keys that did not; each of these has a time limit of its own.
+                self._send("delete_object", {"Key": fault["Key"]}, f"s3://{self.location.bucket}/{fault['Key']}")
+                continue
             raise StoreError(
                 f"store: delete s3://{self.location.bucket}/{fault.get('Key')}: "
                 f"{fault.get('Code')} {fault.get('Message')}"
@@ -224,6 +229,7 @@ class S3Store:
         if time.monotonic() >= ends:
             raise StoreError(f"{doing}: not sent, as the time limit has passed")
         renewed = False
+        conflicts = 0
         for attempt in itertools.count():
             client = self.connection.client
             try:
@@ -232,12 +238,20 @@ class S3Store:
                 if refusal.code in RENEWED_ON and not renewed and self.connection.renewed(client, refusal.code):
                     renewed = True
                     continue
-                if refusal.status not in _TRANSIENT_STATUS and refusal.code not in _TRANSIENT_CODES:
+                if refusal.status == 409:
+                    # Another put of this key is in flight: neither "exists" nor "ours" until it settled.
+                    conflicts += 1
+                    if conflicts >= self.conflict_sends:
+                        raise
+                    wait = _wait_s(_CONFLICT_WAIT_S, conflicts - 1)
+                elif refusal.status in _TRANSIENT_STATUS or refusal.code in _TRANSIENT_CODES:
+                    wait = _wait_s(_FAULT_WAIT_S, attempt - conflicts)
+                else:
                     raise
                 problem: StoreError = refusal
             except _NoReply as fault:
                 problem = StoreError(f"{doing}: {fault}")
-            wait = random.uniform(0.5, 1.0) * min(0.2 * 2 ** min(attempt, 5), 5.0)
+                wait = _wait_s(_FAULT_WAIT_S, attempt - conflicts)
             if time.monotonic() + wait >= ends:
                 raise StoreError(f"{problem}; gave up after {attempt + 1} tries, at the time limit") from None
             if attempt == 2:
@@ -258,6 +272,8 @@ class S3Store:
             except exceptions.ClientError as fault:
                 raise _refusal(fault.response, doing) from None
             except exceptions.SSLError as fault:
+                if _was_cut_off(fault):
+                    raise _NoReply("no reply (the connection was closed while TLS began)") from None
                 raise StoreError(f"{doing}: TLS failed: {fault}") from None
             except (exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError) as fault:
                 raise _NoReply(f"no reply ({type(fault).__name__})") from None
@@ -269,6 +285,16 @@ class S3Store:
 
 class _NoReply(Exception):
     """A request without an answer: it may or may not have been carried out."""
+
+
+def _wait_s(first: float, repetition: int) -> float:
+    return random.uniform(0.5, 1.0) * min(first * 2.0 ** min(repetition, 10), _LONGEST_WAIT_S)
+
+
+def _was_cut_off(fault: Any) -> bool:
+    """Whether TLS failed because the other end went away, and not by what it said."""
+    causes = getattr(fault.kwargs.get("error"), "args", ())
+    return any(isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError) for cause in causes)
 
 
 def _read_body(reply: Mapping[str, Any], doing: str) -> bytes:

@@ -27,7 +27,6 @@ RECORD_VERSION = 2
 _READABLE_VERSIONS = (1, 2)
 _NAME = re.compile(r"[0-9]{20}", re.ASCII)
 _READERS = 8
-_CONFLICT_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 _LISTINGS = 5
 _LISTING_PAUSE_S = 0.2
 
@@ -186,29 +185,23 @@ class JournalWriter:
 
     def _create_or_read(self, name: str, data: bytes) -> bytes:
         """Create a record and answer its bytes, or those that are there instead (none: packed and removed since)."""
-        for pause in (*_CONFLICT_PAUSES_S, None):
-            try:
-                # "Exists" can be our own write whose reply was lost: the bytes tell, since they carry our token.
-                if self._store.create(name, data):
-                    return data
-            except StoreError as problem:
-                # Refused, or busy for too long with a write that may have landed: what is there now decides.
-                found = self._read_if_there(name)
-                if found == data and isinstance(self._store, PosixStore):
-                    # Seen is not durable yet in a directory whose sync failed. Creating it again syncs again.
-                    self._store.create(name, data)
-                if found is not None:
-                    return found
-                if getattr(problem, "status", None) != 409 or pause is None:
-                    raise
-                # A bucket in which another put of this record is on its way, perhaps a lost one of ours: it settles.
-                time.sleep(pause)
-            else:
-                try:
-                    return self._store.read(name)
-                except FileNotFoundError:
-                    return b""
-        raise AssertionError("the last try either returned or raised")
+        try:
+            # "Exists" can be our own write whose reply was lost: the bytes tell, since they carry our token.
+            if self._store.create(name, data):
+                return data
+        except StoreError:
+            # Refused, or busy for too long with a write that may have landed: what is there now decides.
+            found = self._read_if_there(name)
+            if found is None:
+                raise
+            if found == data and isinstance(self._store, PosixStore):
+                # Seen is not durable yet in a directory whose sync failed. Creating it again syncs again.
+                self._store.create(name, data)
+            return found
+        try:
+            return self._store.read(name)
+        except FileNotFoundError:
+            return b""
 
     def _read_if_there(self, name: str) -> bytes | None:
         try:

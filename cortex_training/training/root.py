@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -55,9 +56,11 @@ def open_root(root: str, credentials: str | None = None) -> Store:
 def open_existing_root(root: str, credentials: str | None = None) -> Store:
     """The store of a root that a run was begun in; `credentials` as for `publication.open_store`, for buckets only.
 
+    A bucket that keeps settling other writes is waited for like one that throttles: it must not end a run.
+
     Raises RootError when the directory does not exist, CredentialsError, StoreError.
     """
-    return open_store(root, credentials) if is_bucket(root) else PosixStore(root)
+    return open_store(root, credentials, conflict_sends=math.inf) if is_bucket(root) else PosixStore(root)
 
 
 def is_bucket(root: str) -> bool:

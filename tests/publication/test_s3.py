@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import socketserver
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import CredentialsError, PublicationLog, RootError, Store, StoreError, open_store
-from tests.publication.servers import FaultProxy, S3Server, free_port, put_save, write_secret
+from cortex_training.publication import CredentialsError, PublicationLog, RootError, Store, StoreError, open_store, s3
+from cortex_training.publication.s3 import S3Store
+from tests.publication.servers import FaultProxy, S3Server, free_port, put_save, serving, write_secret
 
 SAVE = "exec/a-e1/cp_1"
 
@@ -64,10 +69,44 @@ def test_four_conflicts_fail_and_are_not_read_as_exists(faults: FaultProxy, faul
     assert faulty_store.names("pub") == []
 
 
+class TestAStoreWithPatience:
+    """A training run's store waits a conflict out like any other fault of the bucket."""
+
+    @pytest.fixture
+    def patient(self, s3_root: str, faulty_creds: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setattr(s3, "_CONFLICT_WAIT_S", 0.005)
+        return open_store(s3_root, faulty_creds, timeout_s=10, conflict_sends=math.inf)
+
+    @pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+    def test_many_conflicts_settle(self, faults: FaultProxy, patient: Store, code: str) -> None:
+        fault = faults.spoil("PUT", "/run-7/", f"status 409 {code}", 7)
+        assert patient.create("pub/a", b"")
+        assert fault.met == 7
+        fault.times = 14
+        patient.write("exec/manifest", b"{}")
+        assert fault.met == 14
+
+    def test_the_put_that_won_meanwhile_is_seen(self, faults: FaultProxy, patient: Store, s3_store: Store) -> None:
+        s3_store.create("journal/1", b"a rival's")
+        faults.spoil("PUT", "/journal/", "status 409 ConditionalRequestConflict", 7)
+        assert not patient.create("journal/1", b"ours")
+        assert patient.read("journal/1") == b"a rival's"
+
+    def test_the_time_limit_ends_it_and_names_the_conflict(
+        self, faults: FaultProxy, s3_root: str, faulty_creds: str
+    ) -> None:
+        faults.spoil("PUT", "/pub/", "status 409 ConditionalRequestConflict", 999)
+        store = open_store(s3_root, faulty_creds, timeout_s=1.0, conflict_sends=math.inf)
+        with pytest.raises(StoreError, match=r"ConditionalRequestConflict.*gave up after \d+ tries"):
+            store.create("pub/a")
+        assert store.names("pub") == []
+
+
 @pytest.mark.parametrize(
     ("method", "part", "action"),
     [
         ("PUT", "/pub/", "status 503 SlowDown"),
+        ("PUT", "/pub/", "status 429 TooManyRequests"),
         ("PUT", "/pub/", "status 500 InternalError"),
         ("PUT", "/pub/", "status 502 BadGateway"),
         ("GET", "list-type=2", "status 503 SlowDown"),
@@ -105,6 +144,45 @@ def test_what_does_not_pass_is_an_error_at_once(
     with pytest.raises(StoreError, match=said):
         PublicationLog(store).publish(SAVE, 1, 1)
     assert fault.met == 1
+
+
+def test_a_connection_that_is_cut_off_while_tls_begins_is_made_again(s3_root: str, tmp_path: Path) -> None:
+    """A balancer that restarts accepts, reads and goes away. One that answers, but not in TLS, is not asked again."""
+    heard = []
+
+    class Cutting(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            heard.append(self.request.recv(65536))
+            if len(heard) == 3:
+                self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with serving(Cutting) as port:  # type: ignore[arg-type]
+        source = write_secret(
+            tmp_path / "c", access_key_id="x", secret_access_key="x", endpoint=f"https://127.0.0.1:{port}"
+        )
+        with pytest.raises(StoreError, match="TLS failed"):
+            open_store(s3_root, source).names("pub")
+    assert len(heard) == 3
+
+
+@pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
+def test_what_a_batch_of_deletes_could_not_remove_is_removed_one_by_one(
+    s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    for name in ("a", "b"):
+        s3_store.write(f"{SAVE}/{name}", b"x")
+    perform = S3Store._perform
+
+    def half_done(self: S3Store, client: Any, operation: str, arguments: Mapping[str, Any], doing: str) -> Any:
+        if operation != "delete_objects":
+            return perform(self, client, operation, arguments, doing)
+        first, *others = arguments["Delete"]["Objects"]
+        perform(self, client, operation, {"Delete": {"Objects": others}}, doing)
+        return {"Errors": [{"Key": first["Key"], "Code": code, "Message": "as told"}]}
+
+    monkeypatch.setattr(S3Store, "_perform", half_done)
+    assert s3_store.remove_folder(SAVE) is None
+    assert s3_store.names(SAVE) == []
 
 
 def test_the_time_limit_ends_the_tries(s3_root: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cortex_training.cli import main
 from cortex_training.errors import CortexTrainingError
-from cortex_training.publication import PublicationLog, StoreError, open_store
+from cortex_training.publication import PublicationLog, StoreError, open_store, s3
 from cortex_training.training import RunFailed, Superseded, cancel_jobs, end_run, packs, status
 from cortex_training.training.metrics import read_metrics
 from tests.faults.proxy import HOLD
@@ -127,6 +127,21 @@ def test_two_drivers_at_once_leave_one(runs, on_disk):
 def test_a_bucket_that_falters_costs_nothing(faulty_runs, faults, on_disk, action, part):
     faults.spoil("PUT", part, action, 4)
     result = faulty_runs.run()
+    assert (result.steps, result.segments) == (6, 1)
+    assert faulty_runs.state.losses == on_disk
+    assert len(faulty_runs.executed("step", result.job_id)) == 6
+
+
+def test_a_bucket_that_settles_other_writes_for_long_costs_nothing_whatever_is_written(
+    faulty_runs, faults, on_disk, monkeypatch
+):
+    """The claim, the identity, the takeover and every other record, packs, manifests, publications."""
+    monkeypatch.setattr(s3, "_CONFLICT_WAIT_S", 0.005)
+    monkeypatch.setattr(packs, "PACK_RECORDS", 15)
+    parts = ("/run.json", "/epochs/", "/journal/packed/", "/journal/0", "/exec/", "/pub/")
+    spoiled = [faults.spoil("PUT", part, "status 409 ConditionalRequestConflict", 8) for part in parts]
+    result = faulty_runs.run()
+    assert [fault.met for fault in spoiled] == [8] * len(parts)
     assert (result.steps, result.segments) == (6, 1)
     assert faulty_runs.state.losses == on_disk
     assert len(faulty_runs.executed("step", result.job_id)) == 6

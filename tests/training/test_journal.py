@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication import StoreError
+from cortex_training.publication import StoreError, s3
 from cortex_training.training.journal import JournalWriter, Record, Superseded, last_number, read_journal
+from cortex_training.training.root import open_existing_root
 from cortex_training.training.state import replay
 
 
@@ -112,6 +113,11 @@ class TestABusyBucket:
     """What an append is worth while the bucket throttles, loses replies, or is settling another write."""
 
     @pytest.fixture
+    def faulty_store(self, s3_root, faulty_creds, monkeypatch):
+        monkeypatch.setattr(s3, "_CONFLICT_WAIT_S", 0.005)
+        return open_existing_root(s3_root, faulty_creds)
+
+    @pytest.fixture
     def writer(self, faulty_store):
         return JournalWriter.take_over(faulty_store, 1, "a" * 32, {})
 
@@ -121,7 +127,7 @@ class TestABusyBucket:
             ("drop before", 2),
             ("drop after", 2),
             ("status 503 SlowDown", 3),
-            ("status 409 ConditionalRequestConflict", 6),
+            ("status 409 ConditionalRequestConflict", 8),
         ],
     )
     def test_an_append_is_made_once(self, writer, faults, s3_store, action, times):
@@ -152,8 +158,11 @@ class TestABusyBucket:
         writer.append("released", {})
         assert [r.type for r in read_journal(s3_store)] == ["takeover", "intent", "released"]
 
-    def test_a_successors_record_stops_the_old_driver_whatever_the_bucket_answers(self, writer, faults, s3_store):
+    def test_a_successors_record_stops_the_old_driver_whatever_the_bucket_answers(
+        self, writer, faults, faulty_store, s3_store, monkeypatch
+    ):
+        monkeypatch.setattr(writer, "_store", dataclasses.replace(faulty_store, timeout_s=1.0))
         JournalWriter.take_over(s3_store, 2, "b" * 32, {})
-        faults.spoil("PUT", "/journal/", "status 409 ConditionalRequestConflict", 99)
+        faults.spoil("PUT", "/journal/", "status 409 ConditionalRequestConflict", 999)
         with pytest.raises(Superseded):
             writer.append("intent", {"op": "step", "segment": 0, "step": 1})
