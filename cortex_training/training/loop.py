@@ -127,6 +127,7 @@ async def _train_segment(driver: Driver, frames: Frames) -> None:
     """Step by step to the end. Each turn looks at what the journal says is done, so it can begin anywhere."""
     plan = driver.plan
     ahead = Ahead(driver, frames)
+    await operations.read_count(driver)
     while True:
         segment = driver.segment
         step = segment.confirmed_step

@@ -139,6 +139,19 @@ async def settle_step(driver: Driver, operation: Operation) -> int:
     raise SegmentLost(f"a save after step {step} has global_steps {found} where {expected} was expected")
 
 
+async def read_count(driver: Driver) -> None:
+    """Save before anything is trained, and read how the job counts its steps, where nothing else tells.
+
+    Without it a first step whose answer is lost could not be settled, and a run on somebody else's job, which may not
+    move to another one, would end there.
+    """
+    segment = driver.segment
+    if segment.owned or segment.certain_offset is not None or segment.of("step"):
+        return
+    saved, operation = await _save_now(driver, segment.start_step)
+    await _close(driver, operation, "done", {**saved, "settles": True})
+
+
 async def save(driver: Driver, step: int) -> None:
     """Save the weights of `step` steps on the service; a save whose answer was lost is adopted from the checkpoint
     list.

@@ -145,13 +145,17 @@ class Segment:
 
     @property
     def certain_offset(self) -> int | None:
-        """`offset`, also before the first step where it can't be another: in a job of our own that nobody has stepped.
+        """`offset`, also before the first step where it is known: in a job of our own that nobody has stepped, or by a
+        save behind the start.
 
         A job of somebody else may have been stepped, and a service may count from zero after a restore.
         """
-        if self.offset is None and self.owned and self.base is None:
+        if self.offset is not None:
+            return self.offset
+        if self.owned and self.base is None:
             return 0
-        return self.offset
+        counted = [o for o in self.of("save", self.start_step) if o.status == "done"]
+        return counted[0].result["global_steps"] - self.start_step if counted else None
 
     @property
     def predicted_offset(self) -> int:

@@ -80,7 +80,8 @@ def test_a_lost_step_is_not_settled_by_a_count_that_is_only_guessed(unhelped):
     assert status(runs.root).state.current.base.step == 1
 
 
-def test_a_lost_step_on_somebody_elses_job_is_not_taken_for_done(runs, proxy):
+def stepped_once(runs):
+    """Somebody else's job, which has been stepped already."""
     job_id = foreign_job(runs)
 
     async def step_once(client):
@@ -89,10 +90,29 @@ def test_a_lost_step_on_somebody_elses_job_is_not_taken_for_done(runs, proxy):
         await client.poll_request(job_id, await client.step(job_id))
 
     on_client(runs, step_once)
+    return job_id
+
+
+def test_a_lost_step_on_somebody_elses_job_is_not_taken_for_done(runs, proxy):
+    job_id = stepped_once(runs)
     proxy.add(r"^POST .*/step$", DROP_BEFORE)
-    with pytest.raises(RunFailed, match=r"how job .* counts its steps is not known"):
+    with pytest.raises(RunFailed, match=r"step 1 was sent and has not been executed.*may not create one"):
         runs.run(runs.plan(job_id=job_id, steps=3))
     assert steps(runs, job_id) == [1]
+    assert status(runs.root).state.current.confirmed_step == 0
+    cancel(runs, job_id)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("made", [foreign_job, stepped_once])
+def test_a_lost_answer_on_somebody_elses_job_is_settled_from_the_first_step_on(runs, proxy, made, step):
+    job_id = made(runs)
+    before = len(steps(runs, job_id))
+    proxy.add(r"^POST .*/step$", DROP_AFTER, skip=step - 1)
+    result = runs.run(runs.plan(job_id=job_id, steps=3))
+    assert (result.steps, result.global_steps) == (3, before + 3)
+    assert steps(runs, job_id) == list(range(1, before + 4))
+    assert {entry.step for entry in PublicationLog(runs.root).entries()} <= {1, 2, 3}
     cancel(runs, job_id)
 
 

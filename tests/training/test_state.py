@@ -161,3 +161,19 @@ def test_unknown_record_types_change_nothing():
     before = story.state
     story.add("remark", text="a newer release says more")
     assert story.state == before
+
+
+def test_how_a_job_counts_is_known_from_its_owner_from_a_save_before_the_first_step_or_from_that_step():
+    ours, theirs, restored = Story(), Story(), Story()
+    ours.segment()
+    theirs.segment(owned=False)
+    restored.segment(owned=False, base=BASE)
+    assert (ours.state.current.certain_offset, theirs.state.current.certain_offset) == (0, None)
+    for story, step, count in ((theirs, 0, 7), (restored, 40, 2)):
+        story.operation("save", step, result={"global_steps": count, "settles": True})
+        assert story.state.current.certain_offset is None
+        story.operation("save", step, "done", result={"global_steps": count, "settles": True})
+        assert story.state.current.certain_offset == count - step
+        assert story.state.current.saves() == []
+    theirs.operation("step", 1, "done", result={"global_steps": 8})
+    assert theirs.state.current.offset == theirs.state.current.certain_offset == 7
