@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from cortex_training.protocol.durations import Durations
 from cortex_training.protocol.memory import Bounded
 from cortex_training.protocol.messages import Timeouts
-from cortex_training.protocol.pace import Bounds, Durations, Pace
+from cortex_training.protocol.pace import Bounds, Pace
 
 FRESH_S = 20.0
 """How long a 404 for an id that this client just received is taken for the service's replication delay."""

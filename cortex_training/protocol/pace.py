@@ -1,52 +1,31 @@
 """When to ask again.
 
-Requests of one kind on one job tend to take what the last ones took. So a wait looks often where such requests ended
-lately and rarely elsewhere: a steady request is noticed within a twentieth of its duration for a handful of polls, and
-a change of pace costs one late notice before it is learned.
+Requests of one kind on one job tend to take what the last ones took, so a wait looks often when they may end and rarely
+otherwise. How often follows from one trade: looks that are `d` apart notice an end `d / 2` late on average, and each
+look has a price. Late seconds and looks together cost least when `d` is the root of twice the price over the hazard,
+that is over how likely a request that still runs is to end. A steady request is noticed soon for a handful of looks,
+one that varies gets more of them, and a change of pace is learned from the first request that shows it.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import threading
-from collections import deque
 from dataclasses import dataclass, field
 
-_REMEMBERED = 12
-_ZONE = 0.06
-"""Half-width, in log time, of the zone around a remembered duration in which requests are expected to end."""
-_DENSE_STEP = 0.05
-_BEFORE_STEP = 0.3
-_AFTER_STEP = 0.15
-_FIRST_LOOK = 0.65
-"""Fraction of the shortest remembered duration at which a wait looks for the first time, in case things got faster."""
+from cortex_training.protocol.durations import Outlook
+
+_PRICE = 0.003
+"""What one look is worth, as a share of the time that the request has taken so far."""
 _UNKNOWN_STEP = 0.25
+"""Without any duration to go by: the time to the next look as a share of the time so far."""
 _SHORTEST_S = 0.02
 _FIRST_UNKNOWN_S = 0.05
 _JITTER = 0.05
 _LAST_LOOK = 0.9
 _TOO_LITTLE_S = 0.2
-
-
-class Durations:
-    """How long the last requests of one kind took on one job, in seconds. Safe to share between threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
-
-    def observe(self, pending_until_s: float, done_by_s: float) -> None:
-        """A request was still in flight `pending_until_s` after its submission and seen finished at `done_by_s`."""
-        # Finished at the very first look: it may have been much faster, so the next wait shall look earlier.
-        seconds = (pending_until_s + done_by_s) / 2 if pending_until_s > 0 else 0.75 * done_by_s
-        if seconds > 0:
-            with self._lock:
-                self._recent.append(seconds)
-
-    def recent(self) -> tuple[float, ...]:
-        with self._lock:
-            return tuple(self._recent)
+_STRIDE = 0.02
+"""In log time: how far apart the hazard is asked for on the way to the next look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +54,22 @@ class Pace:
     durations: tuple[float, ...] = ()
     _last_fixed_s: float = field(default=0.0, init=False)
 
+    def __post_init__(self) -> None:
+        learns = self.bounds.multiplier is None and self.durations
+        self._outlook = Outlook(self.durations) if learns else None
+
     def is_too_early(self, elapsed_s: float) -> bool:
         """Whether looking now would be before the first look that the remembered durations suggest."""
-        if self.bounds.multiplier is not None or not self.durations:
-            return False
-        return elapsed_s < _FIRST_LOOK * min(self.durations)
+        return self._outlook is not None and elapsed_s < self._expected_look_s(self._outlook, 0.0)
 
     def delay_s(self, elapsed_s: float) -> float:
         """Seconds until the next look, `elapsed_s` after the request was submitted (or the wait began)."""
         if self.bounds.multiplier is not None:
             return self._fixed_delay_s(self.bounds.multiplier)
-        wanted = self._learned_delay_s(elapsed_s) if self.durations else self._growing_delay_s(elapsed_s)
+        if self._outlook is not None:
+            wanted = self._expected_look_s(self._outlook, elapsed_s) - elapsed_s
+        else:
+            wanted = max(_FIRST_UNKNOWN_S, _UNKNOWN_STEP * elapsed_s)
         wanted *= 1.0 + _JITTER * (2.0 * self.random.random() - 1.0)
         return min(max(wanted, self.bounds.floor_s), self.bounds.ceiling_s)
 
@@ -102,17 +86,15 @@ class Pace:
         self._last_fixed_s = min(wanted, self.bounds.ceiling_s)
         return self._last_fixed_s
 
-    def _growing_delay_s(self, elapsed_s: float) -> float:
-        return max(_FIRST_UNKNOWN_S, _UNKNOWN_STEP * elapsed_s)
-
-    def _learned_delay_s(self, elapsed_s: float) -> float:
-        first_look = _FIRST_LOOK * min(self.durations)
-        if elapsed_s < first_look:
-            return first_look - elapsed_s
-        now = math.log(max(elapsed_s, _SHORTEST_S))
-        starts = [math.log(seconds) - _ZONE for seconds in self.durations]
-        if any(start <= now <= start + 2 * _ZONE for start in starts):
-            return _DENSE_STEP * elapsed_s
-        upcoming = [math.exp(start) - elapsed_s for start in starts if start > now]
-        step = _BEFORE_STEP if upcoming else _AFTER_STEP
-        return min([step * elapsed_s, *upcoming])
+    def _expected_look_s(self, outlook: Outlook, elapsed_s: float) -> float:
+        """When the looks that are due from `elapsed_s` on, each a part of one, add up to a whole one."""
+        latest_s = elapsed_s + self.bounds.ceiling_s
+        moment, latest = max(math.log(max(elapsed_s, _SHORTEST_S)), outlook.begins), math.log(latest_s)
+        due = 0.0
+        while moment < latest:
+            looks = _STRIDE * math.sqrt(outlook.hazard(moment + _STRIDE / 2) / (2 * _PRICE))
+            if due + looks >= 1.0:
+                return min(math.exp(moment + _STRIDE * (1.0 - due) / looks), latest_s)
+            due += looks
+            moment += _STRIDE
+        return latest_s

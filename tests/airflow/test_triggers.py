@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from aiohttp import web
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.triggers import hub as hub_module
 from airflow_cortex_training.triggers import kill, waiting
+from airflow_cortex_training.triggers import requests as requests_module
 from airflow_cortex_training.triggers.hub import RateBudget, open_hub
 from airflow_cortex_training.triggers.jobs import CortexTrainingJobTrigger
 from airflow_cortex_training.triggers.requests import CortexTrainingRequestTrigger
 from airflow_cortex_training.triggers.session import MAX_REPLY_BYTES
 from airflow_cortex_training.triggers.stored import TRIGGER_VERSION
+from cortex_training.protocol.durations import Durations
 
 PAT = "pat-0123456789-very-secret"
 
@@ -192,6 +195,58 @@ class TestRequest:
         task.cancel("user action")
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+class TestPace:
+    """Requests of one operation on one job are waited for with what the last ones took; by a clock of the test."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch) -> SimpleNamespace:
+        clock = SimpleNamespace(now=1_800_000_000.0)
+
+        async def sleep(seconds: float) -> None:
+            clock.now += seconds
+
+        monkeypatch.setattr(waiting, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
+        monkeypatch.setattr(waiting, "asyncio", SimpleNamespace(sleep=sleep))
+        return clock
+
+    async def wait(self, clock: SimpleNamespace, durations: Durations, takes_s: float) -> tuple[float, int]:
+        """How late a request is noticed, in seconds, and after how many looks."""
+        started, looks = clock.now, 0
+
+        async def look() -> waiting.Outcome | None:
+            nonlocal looks
+            looks += 1
+            return waiting.Outcome(waiting.Status.SETTLED) if clock.now >= started + takes_s else None
+
+        await waiting.wait_for(
+            look,
+            what="a step",
+            started=started,
+            deadline=started + 3600,
+            bounds=requests_module._BOUNDS,
+            durations=durations,
+            log=logging.getLogger(__name__),
+        )
+        return clock.now - started - takes_s, looks
+
+    async def test_a_steady_request_is_noticed_soon(self, clock) -> None:
+        durations = Durations()
+        noticed = [await self.wait(clock, durations, 60.0) for _ in range(10)]
+        assert max(late for late, _ in noticed[4:]) <= 3.0
+        assert max(looks for _, looks in noticed[4:]) <= 10
+
+    async def test_only_a_request_that_settled_teaches(self, clock) -> None:
+        durations = Durations()
+
+        async def look() -> waiting.Outcome:
+            return waiting.Outcome(waiting.Status.ENDED)
+
+        clock.now += 60
+        arguments = {"what": "", "started": clock.now - 60, "deadline": clock.now, "bounds": requests_module._BOUNDS}
+        await waiting.wait_for(look, durations=durations, log=None, **arguments)
+        assert durations.recent() == ()
 
 
 class TestJob:

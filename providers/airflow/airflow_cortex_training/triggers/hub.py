@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from airflow_cortex_training.connection import ConnectionSettings, Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from cortex_training.errors import ApiError, AuthError, RateLimitedError, ServiceError
+from cortex_training.protocol.durations import Durations
 from cortex_training.protocol.exchange import retry_after_s
 from cortex_training.protocol.memory import Bounded
-from cortex_training.protocol.pace import Durations
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient

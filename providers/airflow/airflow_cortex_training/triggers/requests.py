@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,8 +29,7 @@ class CortexTrainingRequestTrigger(StoredArguments, BaseTrigger):
     Args:
         target: `Target.to_kwargs`.
         operation: what was submitted, e.g. ``step``; requests of one operation on one job share what is known of
-            their
-            durations. ``generate-stream`` is refused: a poll takes events away from whoever reads the stream.
+            their durations. ``generate-stream`` is refused: a poll takes events away from whoever reads the stream.
         started, not_before, deadline: UTC epoch seconds: when it was submitted, when an event may be fired, when to
             give up.
         generation: of the task instance, see `durable`.
@@ -86,19 +84,15 @@ class CortexTrainingRequestTrigger(StoredArguments, BaseTrigger):
         if self.operation in STREAMING_OPERATIONS:
             return Outcome(Status.REFUSED, error=f"{self.operation} can't be waited for here: {_STREAMS}")
         async with open_hub(Target(**self.target)) as hub:
-            durations = hub.durations_of(self.job_id, self.operation)
-            outcome = await wait_for(
+            return await wait_for(
                 lambda: self._look(hub),
                 what=f"{self.operation} request {self.request_id} of job {self.job_id}",
                 started=self.started,
                 deadline=self.deadline,
                 bounds=_BOUNDS,
-                durations=durations.recent(),
+                durations=hub.durations_of(self.job_id, self.operation),
                 log=self.log,
             )
-            if outcome.status == Status.SETTLED:
-                durations.observe(0.0, time.time() - self.started)
-            return outcome
 
     async def _look(self, hub: PollHub) -> Outcome | None:
         from airflow_cortex_training.triggers.session import ReplyTooLarge

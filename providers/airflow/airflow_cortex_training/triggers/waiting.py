@@ -19,6 +19,7 @@ from cortex_training.errors import (
     ServiceError,
     TransportError,
 )
+from cortex_training.protocol.durations import Durations
 from cortex_training.protocol.pace import Bounds, Pace
 
 LOST_AFTER_S = 60.0
@@ -46,21 +47,25 @@ async def wait_for(
     started: float,
     deadline: float,
     bounds: Bounds,
-    durations: tuple[float, ...] = (),
+    durations: Durations | None = None,
     log: Any,
 ) -> Outcome:
     """Call `look` until it returns an outcome. `started` and `deadline` are UTC epoch seconds and survive restarts.
 
     What is transient (see `is_transient`) is waited for until the deadline: giving up would make the task retry, and a
-    retry can cost a second job. Anything else that goes wrong is an outcome.
+    retry can cost a second job. Anything else that goes wrong is an outcome. `durations` say when to look, and learn
+    from a wait that ended with what it waited for.
     """
-    pace = Pace(bounds, random.Random(), durations)
+    pace = Pace(bounds, random.Random(), durations.recent() if durations is not None else ())
+    pending_until_s = 0.0
     unknown_since: float | None = None
     complained = 0.0
     while True:
+        asked_at_s = max(0.0, time.time() - started)
         try:
             outcome = await look()
             unknown_since = None
+            pending_until_s = asked_at_s if outcome is None else pending_until_s
         except AuthError as error:
             outcome = Outcome(Status.DENIED, error=str(error))
         except ConfigurationError as error:
@@ -78,6 +83,8 @@ async def wait_for(
                 log.warning("still waiting for %s although it could not be asked: %s", what, error)
                 complained = time.monotonic()
         if outcome is not None:
+            if durations is not None and outcome.status == Status.SETTLED:
+                durations.observe(pending_until_s, time.time() - started)
             return outcome
         now = time.time()
         if now >= deadline:
