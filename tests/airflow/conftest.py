@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -157,6 +158,15 @@ def service_connection(connection, local_service) -> Iterator[str]:
     with CortexTrainingClient(local_service.base_url, local_service.database, local_service.schema) as client:
         for job in client.list_jobs("pending"):
             client.cancel_job(job["job_id"])
+
+
+@pytest.fixture
+def unreachable_connection(connection) -> str:
+    """A connection to a port that nobody listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    return connection("unreachable", host=f"http://127.0.0.1:{port}")
 
 
 @pytest.fixture

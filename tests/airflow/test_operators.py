@@ -24,7 +24,7 @@ from airflow_cortex_training.operators.sampling import CortexTrainingGenerateOpe
 from airflow_cortex_training.operators.training import CortexTrainingForwardBackwardOperator, CortexTrainingStepOperator
 from airflow_cortex_training.sensors.jobs import CortexTrainingWaitForRunningSensor
 from cortex_training.client import CortexTrainingClient
-from cortex_training.errors import JobFailed
+from cortex_training.errors import JobFailed, TransportError
 from cortex_training.payloads import build_forward_backward_payload
 from cortex_training.publication import PublicationLog, SaveManifest
 
@@ -149,12 +149,9 @@ class TestCreateJob:
             task_run("create").execute(operator)
         assert created(client, before) == []
 
-    def test_a_wrong_host_is_named(self, task_run, connection) -> None:
-        conn_id = connection(host="http://127.0.0.1:9")
-        operator = create(conn_id)
-        run = task_run("create", retries=0)
-        with pytest.raises(Exception, match=r"127\.0\.0\.1|/api/v2/databases") as failure:
-            _impatient(operator, run)
+    def test_a_wrong_host_is_named(self, task_run, unreachable_connection) -> None:
+        with pytest.raises(TransportError, match=r"127\.0\.0\.1|/api/v2/databases") as failure:
+            task_run("create", retries=0).execute(create(unreachable_connection, timeout_s=1.0))
         assert "pat-0123456789" not in str(failure.value)
 
     def test_an_unknown_connection_is_named(self, task_run) -> None:
@@ -162,17 +159,23 @@ class TestCreateJob:
             task_run("create").execute(create("nowhere"))
 
 
-def _impatient(operator, run):
-    """A try that gives an unreachable service a second."""
-    settings = operator.hook.settings()
-    hook = type("Hook", (), {})()
-    hook.settings = lambda: settings
-    hook.get_conn = lambda: CortexTrainingClient(**settings.client_arguments(), retry_budget_s=1.0)
-    type(operator).hook = property(lambda self: hook)
-    try:
-        return run.execute(operator)
-    finally:
-        del type(operator).hook
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("deferrable", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **arguments: CortexTrainingStepOperator(job_id="j", **arguments),
+        lambda **arguments: CortexTrainingWeightSyncOperator(job_id="j", **arguments),
+        lambda **arguments: CortexTrainingCreateJobOperator(sub_jobs=[PARKED], **arguments),
+    ],
+)
+def test_nobody_there_is_found_out_within_the_tasks_own_time(
+    task_run, unreachable_connection, make, deferrable
+) -> None:
+    """Not within the two minutes for which a client tries by itself."""
+    operator = make(task_id="task", conn_id=unreachable_connection, timeout_s=1.0, deferrable=deferrable)
+    with pytest.raises(TransportError):
+        task_run("task").execute(operator)
 
 
 class TestCancelJob:

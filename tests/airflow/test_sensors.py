@@ -230,6 +230,21 @@ class TestWaitForRunning:
             through(task_run(), make)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_service_that_is_not_there_is_waited_for_until_the_timeout(
+    task_run, unreachable_connection, no_grace, mode
+) -> None:
+    """Not for as long as a client tries one look by itself."""
+    with pytest.raises(AirflowSensorTimeout):
+        through(
+            task_run("wait"),
+            lambda: CortexTrainingWaitForRunningSensor(
+                task_id="wait", conn_id=unreachable_connection, job_id="j", timeout=1.0, **mode_arguments(mode)
+            ),
+        )
+
+
 def no_such_token() -> bytes:
     """A frame that the service takes and the model can't."""
     return build_forward_backward_payload({"input_ids": [[10**6, 1, 2]], "labels": [[10**6, 1, 2]]})

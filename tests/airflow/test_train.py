@@ -282,6 +282,20 @@ def test_the_deadline_ends_the_run_and_its_jobs(task_run, connection, local_serv
     assert jobs_alive(local_service, root) == []
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_the_deadline_holds_while_nobody_answers(
+    task_run, unreachable_connection, manifest, root, no_grace, monkeypatch, deferrable
+) -> None:
+    """Not for as long as a client tries one call by itself."""
+    monkeypatch.setattr("airflow_cortex_training.triggers.train.STOP_S", 0.1)
+    monkeypatch.setattr("airflow_cortex_training.operators.train.STOP_S", 0.1)
+    made = plan(root, manifest, job_id="j")
+    operator = train(unreachable_connection, made, timeout_s=1.0, deferrable=deferrable)
+    with pytest.raises(DeadlineExceeded):
+        task_run("train").execute(operator)
+
+
 def test_a_plan_with_an_unusable_field_creates_nothing(task_run, service_connection, manifest, root) -> None:
     unusable = ({"steps": 0}, "steps"), ({"job_id": "a", "sub_jobs": [TRAINING]}, "job_id"), ({"colour": 1}, "colour")
     for changes, named in unusable:

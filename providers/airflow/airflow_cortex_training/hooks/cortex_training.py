@@ -13,6 +13,7 @@ from airflow.sdk.log import amask_secret, mask_secret
 from airflow_cortex_training.connection import ConnectionSettings, Target, in_the_form, snowflake_conn_id
 from airflow_cortex_training.snowflake_login import SnowflakeLogin
 from cortex_training.errors import ConfigurationError, CortexTrainingError
+from cortex_training.settings import ClientSettings
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from cortex_training.aio import AsyncCortexTrainingClient
     from cortex_training.client import CortexTrainingClient
+
+LOOK_TIMEOUTS_S = (15.0, 30.0)
+"""Seconds to connect and to read, for one look of many."""
 
 _TEST_TIMEOUT_S = 10.0
 
@@ -56,9 +60,20 @@ class CortexTrainingHook(BaseHook):
     def for_target(cls, target: Target) -> CortexTrainingHook:
         return cls(**target.to_kwargs())
 
-    def get_conn(self) -> CortexTrainingClient:
-        """A synchronous client. Close it, or use it as a context manager."""
-        return self._client(self.settings())
+    def get_conn(self, *, patience_s: float | None = None) -> CortexTrainingClient:
+        """A synchronous client. Close it, or use it as a context manager.
+
+        `patience_s`: how long a call is tried again when nobody answers, seconds; a limit of the caller's own beside
+        the client's.
+        """
+        settings = self.settings()
+        if patience_s is None:
+            return self._client(settings)
+        return self._client(settings, retry_budget_s=min(patience_s, ClientSettings.retry_budget_s))
+
+    def get_watching_conn(self) -> CortexTrainingClient:
+        """A client for who looks again by himself, at his own pace: every call is tried once, and not for long."""
+        return self._client(self.settings(), request_timeout=LOOK_TIMEOUTS_S, max_retries=0)
 
     async def get_async_client(self, session: ClientSession | None = None) -> AsyncCortexTrainingClient:
         """An asynchronous client of the running loop; on a `session` given, which it does not close."""

@@ -123,7 +123,8 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
             settings = hook.settings()
             body = self._body(context, default_hardware=settings.hardware)
             record = DurableRecord(context)
-        with hook.get_conn() as client:
+            limit_s = self.time_limit_s(self.timeout_s)
+        with hook.get_conn(patience_s=limit_s) as client:
             with clear_failures():
                 if record.superseded:
                     cancel_quietly(client, record.superseded.get("job_id"), self.log.info)
@@ -133,7 +134,6 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
             self.log.info("job %s is the job of this run", job_id)
             if not self.wait_for_completion:
                 return job_id
-            limit_s = self.time_limit_s(self.timeout_s)
             wait_s = min(self.inline_s, limit_s) if self.deferrable else limit_s
             with self._gives_up_at_last(client, job_id, context), clear_failures(client):
                 if self._runs_within(client, job_id, wait_s):
@@ -363,7 +363,7 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
                 return cancelled
             limit_s = self.time_limit_s(float(self.timeout_s))
             wait_s = min(self.inline_s, limit_s) if self.deferrable else limit_s
-            with hook.get_conn() as client:
+            with hook.get_conn(patience_s=wait_s) as client:
                 alive = _alive_after(client, list(dict.fromkeys((*job_ids, *cancelled))), wait_s)
             if alive and wait_s >= limit_s:
                 raise self._too_late(alive)

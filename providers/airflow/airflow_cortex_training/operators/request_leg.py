@@ -137,7 +137,9 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             hook = self.hook
             trigger = self._trigger(record, request_id="0" * 36, started=time.time(), limit_s=self.timeout_s)
             _check_kwargs(trigger)
-        with clear_failures(), hook.get_conn() as client, _final_with_its_job(), clear_failures(client, self._names):
+            limit_s = self.time_limit_s(self.timeout_s)
+            client = hook.get_conn(patience_s=limit_s)
+        with client, _final_with_its_job(), clear_failures(client, self._names):
             note(self, CortexTrainingJobLink, job_url(client, self.job_id))
             request_id = self._request_of_earlier_try(client, record)
             if request_id is None:
@@ -151,7 +153,6 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
             if self.cancel_on_kill:
                 record.publish_token(request_id)
             started = float((record.current or {}).get("started") or time.time())
-            limit_s = self.time_limit_s(self.timeout_s)
             wait_s = min(self.inline_s, limit_s) if self.deferrable else limit_s
             try:
                 if wait_s > 0:

@@ -34,6 +34,7 @@ from airflow_cortex_training.operators.base import (
 from airflow_cortex_training.operators.checkpoints import attempt_id
 from airflow_cortex_training.operators.jobs import is_last_try
 from airflow_cortex_training.run_folder import end_run, is_over, next_folder, write_plan
+from airflow_cortex_training.triggers.engine import STOP_S
 from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
 from cortex_training.errors import ConfigurationError, CortexTrainingError, DeadlineExceeded
@@ -266,12 +267,22 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
 
     async def _run(self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str) -> TrainingResult:
         from cortex_training.aio import AsyncCortexTrainingClient
-        from cortex_training.training import run
+        from cortex_training.training import RunInterrupted, run
 
         stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(self.time_limit_s(self.timeout_s), stop.set)
         async with AsyncCortexTrainingClient(**settings.client_arguments()) as client:
-            return await run(plan, client, self._tell, attempt=attempt, stop=stop)
+            running = asyncio.ensure_future(run(plan, client, self._tell, attempt=attempt, stop=stop))
+            try:
+                await asyncio.wait({running}, timeout=self.time_limit_s(self.timeout_s))
+                stop.set()
+                await asyncio.wait({running}, timeout=STOP_S)
+            finally:
+                # It may still wait for a service that does not answer.
+                running.cancel()
+                await asyncio.wait({running})
+            if running.cancelled():
+                raise RunInterrupted(f"{plan.root}: not ended at its deadline")
+            return running.result()
 
     def _tell(self, moment: Progress) -> None:
         self.log.info("%s", moment.line())

@@ -92,7 +92,7 @@ class CortexTrainingSensor(BaseSensorOperator):
 
     def source(self) -> AbstractContextManager[Any]:
         """What `look` looks at, for as long as one process looks: a client of the service, unless overridden."""
-        return CortexTrainingHook.for_target(self.target).get_conn()
+        return CortexTrainingHook.for_target(self.target).get_watching_conn()
 
     def look(self, source: Any) -> Any | None:
         """What the sensor waits for, as it goes into XCom; None while it is not there.

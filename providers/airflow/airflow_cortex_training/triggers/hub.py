@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from airflow_cortex_training.connection import ConnectionSettings, Target
-from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from airflow_cortex_training.hooks.cortex_training import LOOK_TIMEOUTS_S, CortexTrainingHook
 from cortex_training.errors import ApiError, AuthError, RateLimitedError, ServiceError
 from cortex_training.protocol.durations import Durations
 from cortex_training.protocol.exchange import retry_after_s
@@ -29,7 +29,6 @@ REQUESTS_PER_S = 50.0
 BURST = 20
 IN_FLIGHT = 16
 LINGER_S = 30.0
-_TIMEOUTS_S = (15.0, 30.0)
 _LONGEST_PAUSE_S = 300.0
 
 
@@ -143,7 +142,7 @@ class PollHub:
                 arguments = await asyncio.to_thread(self.settings.client_arguments)
                 # No retries of its own: whoever waits looks again anyway, at its own pace, within the budget of all.
                 self._client = AsyncCortexTrainingClient(
-                    **arguments, session=self._session, max_retries=0, request_timeout=_TIMEOUTS_S
+                    **arguments, session=self._session, max_retries=0, request_timeout=LOOK_TIMEOUTS_S
                 )
             return self._client
 

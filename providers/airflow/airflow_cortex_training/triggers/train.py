@@ -113,6 +113,8 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
                 return event(Status.TRAINED, root=self.root, attempt=self.attempt, result=trained)
 
     async def _drive(self, plan: TrainingPlan, settings: ConnectionSettings) -> Any:
+        from cortex_training.training import RunInterrupted
+
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
         def progress(moment: Any) -> None:
@@ -133,7 +135,10 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
             return await asyncio.wait_for(engine.result(), timeout=max(0.0, self.deadline - time.time()))
         except TimeoutError:
             engine.ask_to_stop()
-            return await engine.result()
+            if await engine.ended(STOP_S):
+                return await engine.result()
+            # It waits for a service that does not answer. The worker leg takes the run from it before it cancels.
+            raise RunInterrupted(f"{self.root}: not ended at its deadline") from None
         except asyncio.CancelledError:
             # Shutdown or kill. A second cancellation ends this wait; the run stops by itself all the same.
             engine.ask_to_stop()
