@@ -1,9 +1,10 @@
 """One real Airflow for all live tests of a session, and for each test a way of its own to the local service.
 
 The cluster (api-server, scheduler, dag-processor, two triggerers, LocalExecutor) is started once, on SQLite, or on a
-PostgreSQL of its own with ``AIRFLOW_LIVE_DATABASE=postgresql``. A test gets a `Night`: a proxy that can hold back,
-lose and refuse what passes, a connection made through Airflow's REST API that leads through it, and a database of the
-local service in which nobody else has jobs. It ends with `Night.settle`: nothing of it is left running.
+PostgreSQL of its own with ``AIRFLOW_LIVE_DATABASE=postgresql``; ``AIRFLOW_LIVE_HEARTBEAT_S=5`` gives its workers
+Airflow's own heartbeat. A test gets a `Night`: a proxy that can hold back, lose and refuse what passes, a connection
+made through Airflow's REST API that leads through it, and a database of the local service in which nobody else has
+jobs. It ends with `Night.settle`: nothing of it is left running.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ INTERVALS = {
     "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
     "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "15",
     "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "3",
+    # How late a worker may tell that a task's process has ended, a deferral among other ends. Airflow's own is 5.
+    "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": os.environ.get("AIRFLOW_LIVE_HEARTBEAT_S", "1"),
 }
 
 # Defaults of the example DAGs, which runs that an asset starts can't be given otherwise.

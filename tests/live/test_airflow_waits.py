@@ -34,6 +34,18 @@ def test_requests_that_end_soon_are_not_deferred(night: Night) -> None:
     night.settle()
 
 
+def test_requests_that_end_as_their_tasks_are_deferred_fail_none(night: Night) -> None:
+    run = saves(night, "deferred_saves", count=16)
+    run.wait(timeout_s=600)
+    instances = of(run, "save")
+    assert Counter(ti["state"] for ti in instances) == {"success": 16}
+    # A task that was taken for lost would have a second try: no retry helps this out.
+    assert {ti["try_number"] for ti in instances} == {1}
+    assert len([log for log in task_logs(night.airflow, run, "save") if "DEFERRED" in log]) == 16
+    assert len(night.executed("save")) == 16
+    night.settle()
+
+
 def test_fifty_waits_on_two_triggerers_one_of_which_dies(night: Night) -> None:
     weather = under_way(night)
     run = saves(night, "deferred_saves", count=50)
