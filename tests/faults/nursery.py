@@ -8,6 +8,7 @@ limits and an exit status of their own. Each nursery has one child at a time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -154,6 +155,7 @@ def main() -> int:
         "cortex_training.aio",
         "cortex_training.cli",
         "cortex_training.training.loop",
+        "numpy.ma",
         "tests.faults.mistakes",
     ):
         importlib.import_module(name)
@@ -161,6 +163,8 @@ def main() -> int:
 
     if threading.active_count() != 1:
         raise RuntimeError("an import started a thread, which a fork would lose")
+    # A child's collector would go through everything imported and copy every page of it, which is up to half its CPU.
+    gc.freeze()
     _fork_when_told(socket.socket(fileno=int(os.environ.pop("NURSERY"))))
     return driver.main()
 

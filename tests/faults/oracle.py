@@ -65,7 +65,8 @@ class Evidence:
         self.records = [json.loads(p.read_text()) for p in sorted((root / "journal").glob("[0-9]*"))]
         self.numbers = [int(p.name) for p in sorted((root / "journal").glob("[0-9]*"))]
         self.segments = _segments(self.numbers, self.records)
-        self.log = [r for r in log if r["job_id"] in {s.job_id for s in self.segments}]
+        jobs = {s.job_id for s in self.segments}
+        self.log = [r for r in log if r["job_id"] in jobs]
         self.publications = _publications(root)
 
     def count(self, segment: Lineage, step: int) -> int:
