@@ -93,7 +93,7 @@ async def is_resumed(flow_run_id: UUID) -> bool:
 
 
 def watcher(rules: Rules | None = None) -> Watcher:
-    return Watcher(every_s=0.01, rules=rules or Rules(cancel_on=frozenset()))
+    return Watcher(every_s=5.0, rules=rules or Rules(cancel_on=frozenset()))
 
 
 async def look(rules: Rules | None = None) -> None:
@@ -146,7 +146,6 @@ async def test_a_run_is_left_while_the_service_is_out_of_reach(
         assert await is_resumed(run) is over
         if not over:
             service.before.clear()
-            await asyncio.sleep(1.0)  # the run has aged: it is looked at every tenth of its age
             await one.look()
             assert await is_resumed(run)
     if isinstance(error, AuthError):
@@ -157,6 +156,22 @@ async def test_what_the_service_does_not_know_yet_is_no_answer(service: Scripted
     run = await suspended(REQUEST_OF_JOB)
     await look()
     assert not await is_resumed(run)
+
+
+@pytest.mark.parametrize(("looks_per_s", "noticed"), [(2.0, True), (0.01, False)])
+async def test_a_few_waits_are_looked_at_in_each_pass_and_many_take_turns(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch, looks_per_s: float, noticed: bool
+) -> None:
+    """However long they have been waiting: hours of queueing are no reason to notice the end late."""
+    monkeypatch.setattr("prefect_cortex_training.watch._LOOKS_PER_S", looks_per_s)
+    monkeypatch.setattr("prefect_cortex_training.watch._age_s", lambda run: 36_000.0)
+    service.jobs["j"] = {"job_id": "j", "status": "pending"}
+    run = await suspended(JOB)
+    async with watcher() as one:
+        await one.look()
+        service.jobs["j"]["status"] = "running"
+        await one.look()
+    assert await is_resumed(run) is noticed
 
 
 async def test_a_wait_whose_time_is_over_ends_in_the_flow(service: ScriptedService) -> None:

@@ -36,9 +36,13 @@ _LOOK_S = 20.0
 """Longest look at one wait: one that hangs must not keep the others from being seen."""
 
 _AT_ONCE = 16
+_LOOKS_PER_S = 2.0
+"""What the service is asked for all waits together. A few waits are looked at in each pass, so that a run is not kept
+waiting for its watcher; hundreds take turns.
+"""
+
 _SELDOM_S = 60.0
-_AGE_PART = 0.1
-"""A wait is looked at every tenth of its age, so that hours of queueing cost few calls."""
+"""Longest time between two looks at one wait, however many there are."""
 
 _DRIVER_GONE_S = 300.0
 """How long a run that waits for a driver is left to the next one; then it trains by itself."""
@@ -95,9 +99,15 @@ class Watcher:
             self._driver_seen = time.monotonic()
         keys = {_place(run) for run, _ in waiting}
         self._next_look = {key: due for key, due in self._next_look.items() if key in keys}
-        await asyncio.gather(*(self._resume_if_ready(run, wait) for run, wait in waiting))
+        pause_s = self._pause_s(sum(wait.kind != TRAINING for _, wait in waiting))
+        await asyncio.gather(*(self._resume_if_ready(run, wait, pause_s) for run, wait in waiting))
 
-    async def _resume_if_ready(self, run: FlowRun, wait: Wait) -> None:
+    def _pause_s(self, waits: int) -> float:
+        """Seconds until a wait is looked at again, of so many that the service is asked for; 0 for the next pass."""
+        pause_s = min(waits / _LOOKS_PER_S, _SELDOM_S)
+        return pause_s if pause_s > self._every_s else 0.0
+
+    async def _resume_if_ready(self, run: FlowRun, wait: Wait, pause_s: float) -> None:
         if time.monotonic() < self._next_look.get(_place(run), 0.0):
             return
         try:
@@ -112,8 +122,8 @@ class Watcher:
             self._logger.warning("%s: %s", wait.name, error)
         except Exception as error:
             self._logger.warning("%s could not be looked at (%s: %s)", wait.name, type(error).__name__, error)
-        wait_s = min(max(self._every_s, _AGE_PART * _age_s(run)), max(_SELDOM_S, self._every_s))
-        self._next_look[_place(run)] = time.monotonic() + (0.0 if wait.kind == TRAINING else wait_s)
+        # Of a training the labels tell, which are here.
+        self._next_look[_place(run)] = time.monotonic() + (0.0 if wait.kind == TRAINING else pause_s)
 
     async def _why_ready(self, run: FlowRun, wait: Wait) -> str:
         """Why the run's wait is over; empty while it is not. The flow itself says what that means for it."""
