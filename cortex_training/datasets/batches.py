@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +73,8 @@ class Batches:
         self._pad_token_id = pad_token_id
         self._size = micro_batch_size
         self._per_step = micro_batches_per_step
-        self._seed = seed
+        # Of its own: with one cache for all, many runs in one process would throw out each other's orders.
+        self._order = lru_cache(maxsize=2)(partial(pass_order, len(sequences), seed))
         self.steps_per_pass = -(-len(sequences) // (micro_batch_size * micro_batches_per_step))
 
     def frame(self, step: int, micro_batch: int) -> bytes:
@@ -99,18 +100,20 @@ class Batches:
 
     def _at(self, position: int) -> int:
         number, index = divmod(position, len(self._sequences))
-        return int(pass_order(len(self._sequences), self._seed, number)[index])
+        return int(self._order(number)[index])
 
 
-@lru_cache(maxsize=4)
 def pass_order(sequences: int, seed: int, number: int) -> npt.NDArray[np.int64]:
     """The order of sequences in pass `number` (from 0): ascending SHA-256 of the text ``seed:number:index``.
 
     Not a library's random generator: those change between releases, and a run that resumes must see the batches it
     would have seen.
     """
-    keys = [hashlib.sha256(f"{seed}:{number}:{index}".encode()).digest() for index in range(sequences)]
-    order = np.array(sorted(range(sequences), key=keys.__getitem__), dtype=np.int64)
+    keys = b"".join(hashlib.sha256(f"{seed}:{number}:{index}".encode()).digest() for index in range(sequences))
+    words = np.frombuffer(keys, dtype=">u8").reshape(sequences, 4).astype(np.uint64)
+    # numpy sorts without holding the interpreter, which for a million sequences would stop an event loop for a second.
+    # The last key of a lexsort comes first.
+    order = np.lexsort((words[:, 3], words[:, 2], words[:, 1], words[:, 0])).astype(np.int64)
     order.flags.writeable = False
     return order
 

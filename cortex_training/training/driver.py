@@ -24,7 +24,7 @@ from cortex_training.errors import (
     TransportError,
 )
 from cortex_training.publication.errors import StoreError
-from cortex_training.publication.log import PublicationLog
+from cortex_training.publication.log import Epoch, PublicationLog
 from cortex_training.publication.store import Store
 from cortex_training.states import is_terminal_job, job_state
 from cortex_training.training.journal import JournalReader, JournalWriter, Record
@@ -132,16 +132,12 @@ class Driver:
         """
         info = {"host": socket.gethostname(), "pid": os.getpid(), "attempt": attempt}
         epoch = await offload(PublicationLog(store).claim_epoch, info)
-        reader = JournalReader(store)
-        writer = await offload(JournalWriter.take_over, store, epoch.number, epoch.token, {"info": info}, reader)
-        records = await offload(reader.read)
-        state = replay(records)
-        released = len(records) < 2 or records[-2].type == "released"
+        # In one piece, off the loop: the journal of a long run takes a while to replay.
+        writer, packer, state, released = await offload(_take_over, store, epoch, info)
         if not released and _may_still_be_sent(state):
             # A second longer, for clocks that run at different rates.
             await asyncio.sleep(_last_window_s(state) + 1.0)
         folder = f"{attempt or 'run'}-e{epoch.number}"
-        packer = Packer(store, records, reader.packed)
         return cls(plan, client, store, writer, packer, state, attempt=folder, progress=progress, stop=stop)
 
     # -- journal
@@ -417,6 +413,17 @@ class Driver:
             if is_terminal_job(state) or state in ("pending", "placing", "initializing", "cancelling"):
                 name = entry.get("sub_job_id") or self.segment.job_id
                 raise SegmentLost(f"{name} is {state}: {job.get('reason') or said}")
+
+
+def _take_over(store: Store, epoch: Epoch, info: Mapping[str, Any]) -> tuple[JournalWriter, Packer, RunState, bool]:
+    """Put ``takeover`` into the journal and read what it says; the last value: whether the predecessor released the
+    run. Blocking.
+    """
+    reader = JournalReader(store)
+    writer = JournalWriter.take_over(store, epoch.number, epoch.token, {"info": info}, reader)
+    records = reader.read()
+    released = len(records) < 2 or records[-2].type == "released"
+    return writer, Packer(store, records, reader.packed), replay(records), released
 
 
 def _may_still_be_sent(state: RunState) -> bool:

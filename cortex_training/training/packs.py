@@ -65,7 +65,7 @@ class Packer:
     async def _pack(self, records: list[Record]) -> None:
         last = records[-1].number
         try:
-            await offload(self._store.create, f"{PACKED}/{last:020d}", encode(records))
+            await offload(lambda: self._store.create(f"{PACKED}/{last:020d}", encode(records)))
         except PublicationError:
             # A full disk, say: they stay as they are, for the next pack.
             self._loose = [*records, *self._loose]

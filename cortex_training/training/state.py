@@ -65,7 +65,7 @@ class Segment:
     saved_at: float = 0.0
     stepped_on_nothing: int | None = None
     """The first confirmed step that told a gradient norm of zero."""
-    _of: dict[tuple[str, int], list[Operation]] = field(default_factory=dict, repr=False)
+    _of: dict[tuple[str, int | None], list[Operation]] = field(default_factory=dict, repr=False)
     _losses: dict[int, dict[int, float]] = field(default_factory=dict, repr=False)
     _confirmed: list[Operation] = field(default_factory=list, repr=False)
 
@@ -75,7 +75,8 @@ class Segment:
 
     def add(self, operation: Operation) -> None:
         self.operations.append(operation)
-        self._of.setdefault((operation.op, operation.step), []).append(operation)
+        for step in (operation.step, None):
+            self._of.setdefault((operation.op, step), []).append(operation)
 
     def close(self, operation: Operation, status: str, result: Mapping[str, Any], at: float) -> None:
         """Take note of what became of an operation."""
@@ -93,9 +94,8 @@ class Segment:
                 self.stepped_on_nothing = operation.step
 
     def of(self, op: str, step: int | None = None) -> list[Operation]:
-        if step is not None:
-            return self._of.get((op, step), [])
-        return [o for o in self.operations if o.op == op]
+        """The operations of a kind, in order; those of one step when it is given."""
+        return self._of.get((op, step), [])
 
     @property
     def confirmed_step(self) -> int:

@@ -99,7 +99,7 @@ async def cancel_jobs(root: str, client: AsyncCortexTrainingClient, credentials:
     """
     if not await offload(_has_journal, root, credentials):
         return []
-    state = replay(await offload(lambda: read_journal(open_existing_root(root, credentials))))
+    state = await offload(lambda: replay(read_journal(open_existing_root(root, credentials))))
     cancelled: list[str] = []
     problems: list[CortexTrainingError] = []
     for segment in reversed([s for s in state.segments if s.owned]):

@@ -115,6 +115,26 @@ def test_the_order_is_a_permutation_that_follows_seed_and_pass() -> None:
     assert len({tuple(order) for order in orders.values()}) == 4
     # Pinned: sha256 of "7:0:0" … "7:0:4" sorts so on every machine.
     assert pass_order(5, 7, 0).tolist() == [4, 3, 1, 2, 0]
+    digests = [hashlib.sha256(f"7:3:{index}".encode()).digest() for index in range(2000)]
+    assert pass_order(2000, 7, 3).tolist() == sorted(range(2000), key=digests.__getitem__)
+
+
+def test_many_runs_in_one_process_keep_their_orders(
+    build: Build, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorted_for = []
+
+    def counting(sequences: int, seed: int, number: int) -> object:
+        sorted_for.append((seed, number))
+        return pass_order(sequences, seed, number)
+
+    monkeypatch.setattr("cortex_training.datasets.batches.pass_order", counting)
+    dataset = build(pairs)
+    runs = [dataset.batches(1, 1, seed) for seed in range(16)]
+    for step in (1, 2, 3):
+        for batches in runs:
+            batches.frame(step, 0)
+    assert sorted_for == [(seed, 0) for seed in range(16)]
 
 
 def test_frames_are_the_same_bytes_in_another_process_and_thread(build: Build, pairs: Pairs, tmp_path: Path) -> None:
