@@ -321,6 +321,9 @@ def _intent(state: RunState, record: Record) -> None:
     operation.ahead = body.get("ahead", False)
     segment = state.segments[-1]
     segment.add(operation)
+    # A job that was kept, or whose budget was raised in time, goes on in place.
+    segment.complete = False
+    state.paused = None
     state._operations[record.number] = (segment, operation)
 
 

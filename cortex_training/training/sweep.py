@@ -55,7 +55,7 @@ class SweepRule:
 
 
 def owned_jobs(roots: Iterable[str], credentials: str | None = None) -> frozenset[str]:
-    """Jobs that the runs in `roots` go on with; those of a finished run are nobody's.
+    """Jobs that the runs in `roots` go on with; those of a run that has done all it was asked for are nobody's.
 
     `credentials` is for roots in a bucket. Raises RootError for a root that is not there: its run may well have jobs.
     """
@@ -64,8 +64,8 @@ def owned_jobs(roots: Iterable[str], credentials: str | None = None) -> frozense
     owned: set[str] = set()
     for root in roots:
         state = status(root, credentials).state
-        if not state.finished_steps:
-            owned.update(state.job_ids)
+        if state.current is not None and not state.current.complete:
+            owned.update(set(state.job_ids) - state.cancelled)
     return frozenset(owned)
 
 

@@ -43,7 +43,7 @@ class RunStatus:
             return f"diverged at step {self.state.diverged[0]}"
         if current is None:
             return "not begun"
-        if self.state.finished_steps >= current.confirmed_step > 0:
+        if current.complete and self.state.finished_steps >= current.confirmed_step > 0:
             return f"finished {self.state.finished_steps} steps"
         if self.state.paused:
             return f"paused after step {current.confirmed_step}: {self.state.paused}"
