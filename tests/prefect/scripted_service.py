@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cortex_training.errors import ConflictError, NotFoundError, RequestFailed
+from cortex_training.errors import ConflictError, JobFailed, NotFoundError, RequestFailed
+from cortex_training.states import is_terminal_job
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -51,6 +52,7 @@ class ScriptedService:
         self, job_id: str, *, timeout_s: float | None = None, progress: Progress | None = None
     ) -> dict[str, Any]:
         self._called("wait", job_id, timeout_s)
+        self._refuse_if_ended(job_id)
         return self.jobs[job_id]
 
     async def cancel_job(self, job_id: str) -> None:
@@ -105,12 +107,15 @@ class ScriptedService:
         self, job_id: str, request_id: str, *, max_events: int | None = None
     ) -> dict[str, Any]:
         self._called("status", request_id)
+        if is_terminal_job(self.jobs.get(job_id, {}).get("status")):
+            raise ConflictError(status=409, message="the job has ended")
         if request_id not in self.results:
             raise NotFoundError(status=404, message="no such request")
         return {"status": "failed" if isinstance(self.results[request_id], Exception) else "done"}
 
     async def poll_request(self, job_id: str, request_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         self._called("poll", request_id)
+        self._refuse_if_ended(job_id)
         if request_id not in self.results:
             raise NotFoundError(status=404, message="no such request")
         result = self.results[request_id]
@@ -120,6 +125,11 @@ class ScriptedService:
 
     def fail_request(self, job_id: str, request_id: str) -> None:
         self.results[request_id] = RequestFailed(job_id=job_id, request_id=request_id, state="failed", error="boom")
+
+    def _refuse_if_ended(self, job_id: str) -> None:
+        state = self.jobs.get(job_id, {}).get("status")
+        if is_terminal_job(state):
+            raise JobFailed(job_id=job_id, state=str(state), reason="the job has ended")
 
     def _request(self, verb: str, result: dict[str, Any]) -> str:
         request_id = f"r{next(self._ids)}"

@@ -34,7 +34,7 @@ VERBS = (
     "weight_sync",
     "generate",
     "cancel_job",
-    "wait_for_capacity",
+    "wait_for_capacity_here",
     "build_dataset",
     "resolve",
     "submit_save",
@@ -69,7 +69,7 @@ class _Killed(BaseException):
 
 def test_the_table_knows_every_task_and_each_has_both_forms() -> None:
     made = {name for name in tasks.__all__ if isinstance(getattr(tasks, name), Task)}
-    awaited = {"wait_until_running": "await_until_running", "wait_for_capacity": "await_for_capacity"}
+    awaited = {"wait_until_running": "await_until_running", "wait_for_capacity_here": "await_for_capacity_here"}
     assert made == {form for verb in VERBS for form in (verb, awaited.get(verb, f"a{verb}"))}
     for verb in VERBS:
         blocking, awaiting = getattr(ct, verb), getattr(ct, awaited.get(verb, f"a{verb}"))

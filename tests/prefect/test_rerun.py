@@ -27,6 +27,7 @@ from cortex_training.errors import (
 )
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training import (
+    await_remote,
     cancel_job,
     create_job,
     forward_backward,
@@ -34,7 +35,9 @@ from prefect_cortex_training import (
     load,
     save,
     step,
+    submit_generate,
     submit_save,
+    submit_weight_sync,
     wait_for_capacity,
     wait_until_running,
 )
@@ -58,7 +61,7 @@ def service(on_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Script
 
     # What another execution that is alive would have written by then is written at once here.
     monkeypatch.setattr("prefect_cortex_training.settling.ON_ITS_WAY_S", 0.0)
-    for module in ("cleanup", "tasks.jobs", "tasks.operations", "tasks.checkpoints"):
+    for module in ("cleanup", "waiting", "tasks.jobs", "tasks.capacity", "tasks.operations", "tasks.checkpoints"):
         monkeypatch.setattr(f"prefect_cortex_training.{module}.connected", connected)
     return scripted
 
@@ -378,7 +381,7 @@ NOTHING = {
 def test_capacity_is_waited_for_until_it_is_there_or_nothing_is_known(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch, capacities: list[Any], free: int, asked: int
 ) -> None:
-    monkeypatch.setattr("prefect_cortex_training.tasks.jobs.CAPACITY_EVERY_S", 0.01)
+    monkeypatch.setattr("prefect_cortex_training.tasks.capacity.EVERY_S", 0.01)
     service.capacities = capacities
     assert in_a_flow(lambda: wait_for_capacity("block", 4, hardware="H200")) == free
     assert service.named("capacity") == [("capacity", "H200")] * asked
@@ -494,6 +497,86 @@ def test_jobs_are_cancelled_when_the_block_ends_well_and_are_not_replaced_by_a_r
 
     (only,) = in_a_flow(body)
     assert service.jobs[only]["status"] == "cancelled"
+
+
+def submits(verb: str, job_id: str) -> str:
+    """One of the requests that a flow waits for by its bare id."""
+    if verb == "save":
+        return submit_save("block", job_id)
+    if verb == "weight_sync":
+        return submit_weight_sync("block", job_id)
+    return submit_generate("block", job_id, ["a prompt"], seq=1)
+
+
+@pytest.mark.parametrize("verb", ["save", "weight_sync", "generate"])
+@pytest.mark.parametrize("results", ["kept", "lost"])
+def test_a_rerun_of_finished_work_waits_for_nothing_and_asks_nothing_of_the_job_that_has_ended(
+    service: ScriptedService, lose_results: Callable[[], None], verb: str, results: str
+) -> None:
+    """What failed comes after the work: the job of the first try is gone, and none is paid for again."""
+    waited: list[Any] = []
+
+    @flow(retries=1, result_serializer="json")
+    def fails_after_its_work() -> None:
+        with jobs_cancelled_at_end():
+            job_id = create_job("block", SUB_JOBS)
+            wait_until_running("block", job_id)
+            await_remote("block", job_id)
+            request_id = submits(verb, job_id)
+            waited.append((job_id, request_id, await_remote("block", job_id, request_id)))
+        if results == "lost":
+            lose_results()
+        if len(waited) == 1:
+            raise RuntimeError("nobody could be told")
+
+    fails_after_its_work()
+    first, again = waited
+    assert again[:2] == first[:2]
+    assert {name: first[2].get(name) for name in again[2]} == again[2]
+    assert ("checkpoint_id" in again[2]) == (verb == "save")
+    assert len(service.jobs) == len(service.named("create")) == len(service.named(verb)) == 1
+
+
+@pytest.mark.parametrize("verb", ["save", "weight_sync", "generate"])
+def test_a_rerun_after_its_job_failed_waits_for_a_request_of_the_next_generation(
+    service: ScriptedService, verb: str
+) -> None:
+    tried: list[tuple[str, str]] = []
+
+    def fail_the_job(request_id: str) -> None:
+        if len(tried) == 1:
+            service.jobs[tried[0][0]].update(status="failed", reason="node lost")
+
+    @flow(retries=1, result_serializer="json")
+    def loses_its_job() -> None:
+        job_id = create_job("block", SUB_JOBS)
+        request_id = submits(verb, job_id)
+        tried.append((job_id, request_id))
+        await_remote("block", job_id, request_id)
+
+    service.before["poll"] = fail_the_job
+    loses_its_job()
+    (lost, asked), (second, asked_again) = tried
+    assert (lost, asked) != (second, asked_again)
+    assert list(service.jobs) == [lost, second]
+
+
+def test_a_rerun_on_a_healthy_job_waits_for_the_request_that_is_there(service: ScriptedService) -> None:
+    tried: list[tuple[str, str]] = []
+
+    @flow(retries=1, result_serializer="json")
+    def fails_once() -> None:
+        job_id = create_job("block", SUB_JOBS)
+        request_id = submit_save("block", job_id)
+        tried.append((job_id, request_id))
+        await_remote("block", job_id, request_id)
+        if len(tried) == 1:
+            raise RuntimeError("something else")
+
+    fails_once()
+    assert tried[0] == tried[1]
+    assert len(service.named("save")) == 1
+    assert len(service.named("poll")) == 2
 
 
 def test_jobs_are_cancelled_when_the_block_fails_and_a_rerun_gets_a_new_one(service: ScriptedService) -> None:

@@ -26,7 +26,7 @@ from prefect_cortex_training.dispatch import run_to_end
 from prefect_cortex_training.handover import DONE, FAILED, Outcome, find_outcome, find_plan, leave_plan, training_id
 from prefect_cortex_training.labels import RunLabels, root_labels, roots_in
 from prefect_cortex_training.reconcile import Rules
-from prefect_cortex_training.waits import REQUEST, RUNNING, TRAINING, Wait
+from prefect_cortex_training.waits import CAPACITY, REQUEST, RUNNING, TRAINING, Wait
 from tests.publication.conftest import bucket, creds, s3_root, s3_server  # noqa: F401
 
 from .scripted_service import ScriptedService
@@ -38,6 +38,8 @@ from .scripted_service import ScriptedService
         Wait(RUNNING, "cortex-training", ("a1b2",)),
         Wait(REQUEST, "block", ("job/with:signs", "request #1")),
         Wait(TRAINING, "block", ("0123456789ab", "ba9876543210", "1")),
+        Wait(CAPACITY, "block", ("", "4", "1")),
+        Wait(CAPACITY, "block", ("H200", "16", "2")),
     ],
 )
 def test_a_wait_is_read_back_from_its_key(wait: Wait) -> None:

@@ -52,6 +52,7 @@ from prefect_cortex_training.tasks import (  # noqa: E402
     atrain,
     atrain_here,
     await_for_capacity,
+    await_for_capacity_here,
     await_until_running,
     aweight_sync,
     build_dataset,
@@ -72,6 +73,7 @@ from prefect_cortex_training.tasks import (  # noqa: E402
     train,
     train_here,
     wait_for_capacity,
+    wait_for_capacity_here,
     wait_until_running,
     weight_sync,
 )
@@ -104,6 +106,7 @@ __all__ = [
     "atrain",
     "atrain_here",
     "await_for_capacity",
+    "await_for_capacity_here",
     "await_remote",
     "await_until_running",
     "aweight_sync",
@@ -130,6 +133,7 @@ __all__ = [
     "train",
     "train_here",
     "wait_for_capacity",
+    "wait_for_capacity_here",
     "wait_until_running",
     "weight_sync",
 ]

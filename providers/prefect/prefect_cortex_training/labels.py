@@ -7,6 +7,7 @@ there first: the id of a job before it is created, the intent of an optimizer st
     job.<name>.<generation>.<job id>   a job; the value is the credentials block that can cancel it
     finished.<job id>                  the flow run needed nothing more of this job
     waiting_since.<job id>.<claim>     when waiting for the job began, UTC epoch seconds
+    awaited.<job id>.<request id>      numbers and ids of the result of a request that was awaited, as JSON
     <verb>.<job id>.<seq>              an operation: the id of its request
     forward_backward.<job id>.<step>.<micro-batch>.failed.<n>
                                        the service said that attempt n at this micro-batch failed
@@ -179,9 +180,14 @@ def jobs_in(labels: Mapping[str, Any]) -> list[JobLabel]:
     for key, value in labels.items():
         if named := _JOB_KEY.fullmatch(key):
             job_id = named["job_id"]
-            finished = bool(labels.get(finished_key(job_id), False))
+            finished = is_finished(labels, job_id)
             found.append(JobLabel(named["name"], int(named["generation"]), job_id, str(value) or None, finished))
     return sorted(found, key=lambda job: (job.name, job.generation, job.job_id))
+
+
+def is_finished(labels: Mapping[str, Any], job_id: str) -> bool:
+    """Whether an earlier try came to the end of its work on the job, which was cancelled for that reason alone."""
+    return bool(labels.get(finished_key(job_id), False))
 
 
 def roots_in(labels: Mapping[str, Any]) -> list[RootLabel]:

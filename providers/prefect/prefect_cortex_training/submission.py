@@ -10,7 +10,7 @@ from cortex_training.answers import RequestResult
 from cortex_training.errors import ApiError, NotFoundError, OutcomeUnknown, RequestFailed, SendRefused, TransportError
 from cortex_training.identity import new_token
 from cortex_training.states import RequestState, request_state
-from prefect_cortex_training.labels import Label, RunLabels
+from prefect_cortex_training.labels import Label, RunLabels, is_finished
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
@@ -100,10 +100,11 @@ async def find_or_submit(
     client: AsyncCortexTrainingClient, labels: RunLabels, key: str, job_id: str, submit: Submit
 ) -> str:
     """The request of an operation that may be repeated: the recorded one, unless it failed or is lost, else a new one.
-    Nobody waits for it here.
+    Nobody waits for it here. A job whose work is finished has ended, and is not asked.
     """
-    recorded = (await labels.read()).get(key)
-    if recorded is not None and not await _is_lost(client, job_id, str(recorded)):
+    written = await labels.read()
+    recorded = written.get(key)
+    if recorded is not None and (is_finished(written, job_id) or not await _is_lost(client, job_id, str(recorded))):
         return str(recorded)
     request_id = await submit()
     await labels.write({key: request_id})

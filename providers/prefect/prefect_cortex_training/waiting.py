@@ -7,10 +7,11 @@ results, and the same wait looks once more, finds its job or request done, and r
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.flow_runs import asuspend_flow_run
@@ -26,7 +27,7 @@ from cortex_training.errors import (
 )
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import dual, run_to_end
-from prefect_cortex_training.labels import RunLabels, jobs_in
+from prefect_cortex_training.labels import RunLabels, is_finished
 from prefect_cortex_training.presence import WATCHERS, somebody_is_there
 from prefect_cortex_training.waits import REQUEST, RUNNING, Wait
 
@@ -44,6 +45,10 @@ WATCHED_S = 60.0
 """How long before Prefect fails a suspended run whoever watches resumes it, so that the flow ends in its own way."""
 
 _TRY_AGAIN_S = 0.5
+_NOTED = 200
+"""Longest text of a result that is noted in a label: ids and paths fit, completions don't belong there."""
+
+R = TypeVar("R")
 
 
 async def aawait_remote(
@@ -62,28 +67,48 @@ async def aawait_remote(
         timeout_s: longest wait, from the flow run's first wait for it, whatever lies between.
         poll_s: how long to look before suspending.
 
-    A rerun of a flow run whose work on the job is finished has nothing to wait for: it gets the job as it ended.
+    A rerun of a flow run whose work on the job is finished has nothing to wait for, and the job has ended: it gets the
+    job as it is, or of the request's result the numbers and ids that were noted when it came.
 
     Raises JobFailed when the job ends, RequestFailed when the request does not succeed, DeadlineExceeded when
     `timeout_s` is over: in the flow, after it was resumed.
     """
-    for name, value in (("timeout_s", timeout_s), ("poll_s", poll_s)):
-        if not 0 < value < math.inf:
-            raise ConfigurationError.of(name, value, "give seconds above 0")
+    check_seconds(timeout_s=timeout_s, poll_s=poll_s)
     labels = RunLabels.of_current_run("await_remote")
-    if request_id is None and await _is_finished(labels, job_id):
-        async with connected(credentials) as client:
-            return dict(await client.get_job(job_id))
+    written = await labels.read()
+    if is_finished(written, job_id):
+        if request_id is None:
+            async with connected(credentials) as client:
+                return dict(await client.get_job(job_id))
+        if (noted := written.get(_awaited_key(job_id, request_id))) is not None:
+            return dict(json.loads(str(noted)))
     subject = (job_id,) if request_id is None else (job_id, request_id)
     wait = Wait(RUNNING if request_id is None else REQUEST, credentials, subject)
     since = float(await labels.remember(f"waiting_since.{subject[-1]}", time.time()))
-    deadline, keys = since + timeout_s, wait.keys()
-    patience_s = poll_s
-    watched = can_suspend() and await _is_watched()
+
+    async def look(patience_s: float) -> dict[str, Any]:
+        return await _look(wait, patience_s=patience_s, since=since)
+
+    found = await look_or_suspend(
+        wait, look, deadline=since + timeout_s, poll_s=poll_s, watched=can_suspend() and await is_watched()
+    )
+    if request_id is not None:
+        await labels.write({_awaited_key(job_id, request_id): json.dumps(_numbers_and_ids(found), sort_keys=True)})
+    return found
+
+
+async def look_or_suspend(
+    wait: Wait, look: Callable[[float], Awaitable[R]], *, deadline: float, poll_s: float, watched: bool
+) -> R:
+    """What `look` finds within the seconds it is given; until then the flow run is suspended, if somebody watches.
+
+    `look` raises DeadlineExceeded where it finds nothing. `deadline` is in UTC epoch seconds.
+    """
+    keys, patience_s = wait.keys(), poll_s
     while True:
         left_s = max(deadline - time.time(), 1.0)
         try:
-            return await _look(wait, patience_s=min(patience_s, left_s) if watched else left_s, since=since)
+            return await look(min(patience_s, left_s) if watched else left_s)
         except (DeadlineExceeded, RateLimitedError, ServiceError, TransportError):
             # A service that is out of reach may be back before the time is over: whoever watches is patient.
             if time.time() >= deadline or not watched:
@@ -109,12 +134,28 @@ def can_suspend() -> bool:
     return context.flow_run.deployment_id is not None and context.flow_run.parent_task_run_id is None
 
 
-async def _is_finished(labels: RunLabels, job_id: str) -> bool:
-    """Whether an earlier try came to the end of its work on the job, which was cancelled for that reason alone."""
-    return any(job.job_id == job_id and job.finished for job in jobs_in(await labels.read()))
+def check_seconds(**times: float) -> None:
+    """Raise ConfigurationError naming the first of `times` that is no number of seconds above 0."""
+    for name, value in times.items():
+        if not 0 < value < math.inf:
+            raise ConfigurationError.of(name, value, "give seconds above 0")
 
 
-async def _is_watched() -> bool:
+def _awaited_key(job_id: str, request_id: str) -> str:
+    return f"awaited.{job_id}.{request_id}"
+
+
+def _numbers_and_ids(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What a label may hold of a result: no completions, and nothing long."""
+    return {
+        name: value
+        for name, value in result.items()
+        if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _NOTED)
+    }
+
+
+async def is_watched() -> bool:
+    """Whether somebody would resume the flow run; says in its log when nobody would."""
     if await somebody_is_there(WATCHERS):
         return True
     get_run_logger().info("no `prefect-cortex-training watch` is up: this process waits, and stays for as long")

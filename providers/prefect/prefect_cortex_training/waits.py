@@ -18,8 +18,9 @@ PREFIX = "cortex_training.1"
 RUNNING = "running"
 REQUEST = "request"
 TRAINING = "training"
+CAPACITY = "capacity"
 
-_SUBJECTS = {RUNNING: 1, REQUEST: 2, TRAINING: 3}
+_SUBJECTS = {RUNNING: 1, REQUEST: 2, TRAINING: 3, CAPACITY: 3}
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class Wait:
 
     Args:
         kind: ``running``: until a job runs. ``request``: until a request is done. ``training``: until a driver trained.
+            ``capacity``: until GPUs are free.
         credentials: name of the block that can reach the service.
-        subject: (job id), (job id, request id), or (digest of the root, training id, try of the flow run).
+        subject: (job id), (job id, request id), (digest of the root, training id, try of the flow run), or (kind of
+            hardware or "", GPUs, number of the wait).
     """
 
     kind: str

@@ -2,6 +2,12 @@
 flows that await.
 """
 
+from prefect_cortex_training.tasks.capacity import (
+    await_for_capacity,
+    await_for_capacity_here,
+    wait_for_capacity,
+    wait_for_capacity_here,
+)
 from prefect_cortex_training.tasks.checkpoints import (
     aexport,
     aload,
@@ -16,11 +22,9 @@ from prefect_cortex_training.tasks.datasets import abuild_dataset, build_dataset
 from prefect_cortex_training.tasks.jobs import (
     acancel_job,
     acreate_job,
-    await_for_capacity,
     await_until_running,
     cancel_job,
     create_job,
-    wait_for_capacity,
     wait_until_running,
 )
 from prefect_cortex_training.tasks.operations import (
@@ -59,6 +63,7 @@ __all__ = [
     "atrain",
     "atrain_here",
     "await_for_capacity",
+    "await_for_capacity_here",
     "await_until_running",
     "aweight_sync",
     "build_dataset",
@@ -79,6 +84,7 @@ __all__ = [
     "train",
     "train_here",
     "wait_for_capacity",
+    "wait_for_capacity_here",
     "wait_until_running",
     "weight_sync",
 ]

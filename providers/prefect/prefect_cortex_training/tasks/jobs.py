@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import Any, Literal
+from typing import Any
 
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from cortex_training.answers import Job
-from cortex_training.errors import ConfigurationError, DeadlineExceeded
+from cortex_training.errors import ConfigurationError
 from cortex_training.states import job_state
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.gpu_lease import hold_gpus, release_gpus
 from prefect_cortex_training.jobs import cancel_if_alive, find_or_create
-from prefect_cortex_training.labels import RunLabels, jobs_in
+from prefect_cortex_training.labels import RunLabels, is_finished, jobs_in
 
 DAY_S = 86_400.0
-CAPACITY_EVERY_S = 15.0
-_COUNTS: tuple[Literal["max_total_gpus", "reserved_gpus", "in_use_gpus", "pending_gpus", "available_gpus"], ...] = (
-    "max_total_gpus",
-    "reserved_gpus",
-    "in_use_gpus",
-    "pending_gpus",
-    "available_gpus",
-)
 
 
 async def _create_job(
@@ -81,13 +72,16 @@ async def _hold_gpus(labels: RunLabels, name: str, gpu_limit: str, sub_jobs: lis
 async def _wait_until_running(credentials: str, job_id: str, *, timeout_s: float = DAY_S) -> str:
     """Wait in this process until a job runs; returns its id.
 
-    `timeout_s` counts from the first wait of the flow run for this job, not from each retry. Raises JobFailed with the
-    service's reason when the job ends instead, DeadlineExceeded when the time is over.
+    `timeout_s` counts from the first wait of the flow run for this job, not from each retry. A rerun whose work on the
+    job is finished waits for nothing. Raises JobFailed with the service's reason when the job ends instead,
+    DeadlineExceeded when the time is over.
     """
     if timeout_s <= 0:
         raise ConfigurationError.of("timeout_s", timeout_s, "give seconds above 0")
     logger = get_run_logger()
     labels = RunLabels.of_current_run("wait_until_running")
+    if is_finished(await labels.read(), job_id):
+        return job_id
     since = float(await labels.remember(f"waiting_since.{job_id}", time.time()))
     seen: list[str] = []
 
@@ -101,40 +95,6 @@ async def _wait_until_running(credentials: str, job_id: str, *, timeout_s: float
         # A moment is left even to a wait that is over: the job may be running by now.
         await client.wait_for_job(job_id, timeout_s=max(since + timeout_s - time.time(), 1.0), progress=report)
     return job_id
-
-
-async def _wait_for_capacity(
-    credentials: str, gpus: int, *, hardware: str | None = None, timeout_s: float = DAY_S, seq: int = 1
-) -> int:
-    """Wait in this process until `gpus` GPUs could be had; returns how many are free, -1 for no limit.
-
-    Where the service tells nothing about capacity it warns and goes on: only asking for a job would find out. Nothing
-    is reserved: a job created next may still queue. `seq` numbers the waits of a flow run. Raises ConfigurationError
-    when the account may never use so many, DeadlineExceeded after `timeout_s`.
-    """
-    for name, value in (("gpus", gpus), ("timeout_s", timeout_s)):
-        if not value > 0:
-            raise ConfigurationError.of(name, value, "give a number above 0")
-    logger = get_run_logger()
-    labels = RunLabels.of_current_run("wait_for_capacity")
-    since = float(await labels.remember(f"waiting_since.capacity-{hardware or 'any'}-{gpus}-{seq}", time.time()))
-    async with connected(credentials) as client:
-        while True:
-            capacity = await client.get_capacity(hardware)
-            limit, free = capacity["max_total_gpus"], capacity["available_gpus"]
-            if limit < 0 or free >= gpus:
-                return free if limit >= 0 else -1
-            if not capacity["has_reservation"] and not any(capacity[count] for count in _COUNTS):
-                logger.warning("the service tells nothing about capacity; going on without knowing")
-                return free
-            if 0 < limit < gpus:
-                raise ConfigurationError.of("gpus", gpus, f"the account may use {limit} at most")
-            if time.time() > since + timeout_s:
-                raise DeadlineExceeded(
-                    f"{gpus} GPUs were not free within {timeout_s:g} s; {free} of {limit} are", timeout_s=timeout_s
-                )
-            logger.info("%d of %d GPUs are free, %d are wanted", free, limit, gpus)
-            await asyncio.sleep(CAPACITY_EVERY_S)
 
 
 async def _cancel_job(credentials: str, job_id: str) -> str:
@@ -155,5 +115,3 @@ async def _cancel_job(credentials: str, job_id: str) -> str:
 create_job, acreate_job = task_pair("create_job", retries=2, cached=False)(_create_job)
 wait_until_running, await_until_running = task_pair("wait_until_running", retries=2)(_wait_until_running)
 cancel_job, acancel_job = task_pair("cancel_job", retries=2)(_cancel_job)
-# What was free then says nothing about now: nothing is skipped on a rerun.
-wait_for_capacity, await_for_capacity = task_pair("wait_for_capacity", retries=2, cached=False)(_wait_for_capacity)
