@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cortex_training.training.plan import TrainingPlan
     from cortex_training.training.progress import Progress, RunFailed, RunInterrupted, TrainingResult
     from cortex_training.training.schedule import LearningRate
-    from cortex_training.training.teardown import RunStatus, cancel_jobs, end_run, status
+    from cortex_training.training.teardown import RunStatus, cancel_jobs, end_run, other_driver, status
 
 _HOMES = {
     "Divergence": "divergence",
@@ -26,6 +26,7 @@ _HOMES = {
     "TrainingResult": "progress",
     "cancel_jobs": "teardown",
     "end_run": "teardown",
+    "other_driver": "teardown",
     "run": "loop",
     "status": "teardown",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "TrainingResult",
     "cancel_jobs",
     "end_run",
+    "other_driver",
     "run",
     "status",
 ]

@@ -78,6 +78,23 @@ def take_away(root: str, credentials: str | None = None) -> None:
         return
 
 
+def other_driver(root: str, attempt: str, credentials: str | None = None) -> str | None:
+    """Who has taken the run in `root` over from the driver that calls itself `attempt`; None when nobody has.
+
+    A root is a run's identity, and whoever goes on with a run ends its jobs: one that only shares the root, by mistake
+    or because it drove the run earlier, must not. Raises RootError when the root can't be read. Blocks on the store.
+    """
+    taken = [
+        record.body.get("info", {})
+        for record in read_journal(open_existing_root(root, credentials))
+        if record.type == "takeover"
+    ]
+    drivers = [info for info in taken if "attempt" in info]
+    if not drivers or drivers[-1]["attempt"] == attempt:
+        return None
+    return f"driver {drivers[-1]['attempt'] or 'without a name'} on {drivers[-1].get('host', 'an unknown host')}"
+
+
 async def end_run(root: str, client: AsyncCortexTrainingClient, credentials: str | None = None) -> list[str]:
     """Cancel every job of the run in `root`, and see to it that nobody creates another one; returns those alive.
 

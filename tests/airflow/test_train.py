@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -171,11 +172,99 @@ async def test_a_run_that_was_ended_is_not_driven_on(
     await asyncio.to_thread(_wait_for_losses, root)
     cancel = CortexTrainingCancelJobOperator(task_id="cancel", conn_id=service_connection, root=root)
     await asyncio.to_thread(task_run("cancel").execute, cancel)
-    await asyncio.sleep(2.0)
-    assert not standing_by.done()
-    standing_by.cancel()
+    told = await asyncio.wait_for(standing_by, timeout=60)
+    assert (told["status"], told["permanent"]) == ("failed", True)
+    assert "was ended by a teardown" in told["error"]
     assert len(status(root).state.job_ids) == 1
     assert await asyncio.to_thread(jobs_alive, local_service, root) == []
+
+
+class TestARunOfSomebodyElse:
+    """A root is shared by mistake, or its run was taken over: whoever does not drive it last ends nothing of it."""
+
+    @pytest.fixture
+    async def driven(self, task_run, service_connection, local_service, manifest, root, no_grace) -> Any:
+        """A live run of another task."""
+        trigger = defer(train(service_connection, plan(root, manifest, steps=100_000)), task_run("other")).trigger
+        driving = asyncio.ensure_future(_fire(trigger))
+        await asyncio.to_thread(_wait_for_losses, root)
+        yield driving
+        driving.cancel()
+        await asyncio.wait({driving})
+
+    async def _lives(self, driving: Any, service: Any, root: str) -> None:
+        known = len(steps_executed(service, root))
+        assert len(await asyncio.to_thread(jobs_alive, service, root)) == 1
+        while len(steps_executed(service, root)) <= known:
+            assert not driving.done()
+            await asyncio.sleep(0.05)
+
+    @pytest.mark.parametrize("deferrable", [True, False])
+    async def test_another_plan_on_its_root_is_refused_and_it_lives_on(
+        self, task_run, service_connection, local_service, manifest, root, driven, deferrable
+    ) -> None:
+        run, operator = (
+            task_run("train"),
+            train(service_connection, plan(root, manifest, seed=5), deferrable=deferrable),
+        )
+        if deferrable:
+            event = await _fire(defer(operator, run).trigger)
+            assert event["permanent"]
+            with pytest.raises(AirflowFailException, match="seed"):
+                await asyncio.to_thread(operator.execute_complete, run.context(), event, root)
+        else:
+            with pytest.raises(AirflowFailException, match="seed"):
+                await asyncio.to_thread(operator.execute, run.context())
+        await self._lives(driven, local_service, root)
+
+    async def test_standing_by_for_it_until_the_deadline_leaves_it_alone(
+        self, task_run, service_connection, local_service, manifest, root, driven
+    ) -> None:
+        run, operator = task_run("train"), train(service_connection, plan(root, manifest, steps=100_000))
+        told = {"v": 1, "status": "timeout", "root": root}
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.to_thread(operator.execute_complete, run.context(), told, root)
+        await self._lives(driven, local_service, root)
+
+    async def test_a_user_who_ends_the_task_that_stands_by_leaves_it_alone(
+        self, task_run, service_connection, local_service, manifest, root, driven, monkeypatch
+    ) -> None:
+        async def yes(*_: Any) -> bool:
+            return True
+
+        monkeypatch.setattr(kill, "may_cancel", yes)
+        await defer(train(service_connection, plan(root, manifest, steps=100_000)), task_run("train")).trigger.on_kill()
+        await self._lives(driven, local_service, root)
+
+
+@pytest.mark.parametrize("gone", ["data", "root"])
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_machine_that_lacks_a_folder_for_a_moment_ends_no_live_run(
+    task_run, service_connection, local_service, manifest, root, no_grace, tmp_path, gone, last
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(Path(manifest).parent, data)
+    operator = train(service_connection, plan(root, str(data / "manifest.json"), steps=100_000))
+    run = task_run("train", retries=0 if last else 2)
+    trigger = defer(operator, run).trigger
+    driving = asyncio.create_task(_fire(_copy(trigger)))
+    await asyncio.to_thread(_wait_for_losses, root)
+    driving.cancel()
+    await asyncio.wait({driving})
+
+    folder = data if gone == "data" else Path(root)
+    folder.rename(tmp_path / "unmounted")
+    event = await _fire(_copy(trigger))
+    (tmp_path / "unmounted").rename(folder)
+    assert event["permanent"]
+    with pytest.raises(CortexTrainingError, match="not visible" if gone == "root" else "does not exist"):
+        await asyncio.to_thread(operator.execute_complete, run.context(), event, root)
+    assert len(await asyncio.to_thread(jobs_alive, local_service, root)) == (0 if last else 1)
+    if not last:
+        await asyncio.to_thread(
+            task_run("teardown").execute,
+            CortexTrainingCancelJobOperator(task_id="cancel", conn_id=service_connection, root=root),
+        )
 
 
 async def test_a_trigger_that_sees_no_root_says_so(service_connection, tmp_path) -> None:
@@ -304,6 +393,70 @@ def test_a_plan_with_an_unusable_field_creates_nothing(task_run, service_connect
     with pytest.raises(AirflowFailException, match="no-such-folder"):
         task_run("train").execute(train(service_connection, plan("/no-such-folder/run", manifest)))
     assert not Path(root).exists()
+
+
+def test_data_that_is_not_there_is_found_out_before_the_deferral(
+    task_run, service_connection, manifest, root, tmp_path
+) -> None:
+    whole, halved = Path(manifest).parent, tmp_path / "halved"
+    halved.mkdir()
+    (halved / "manifest.json").write_bytes(Path(manifest).read_bytes())
+    (tmp_path / "other.json").write_text("[]")
+    for dataset, said in (
+        (tmp_path / "nowhere/manifest.json", "does not exist"),
+        (Path(manifest) / "manifest.json", "does not exist"),
+        (whole, "is a folder"),
+        (halved / "manifest.json", "is missing"),
+        (tmp_path / "other.json", "is not a dataset manifest"),
+    ):
+        run = task_run("train")
+        with pytest.raises(AirflowFailException, match=said) as failure:
+            run.execute(train(service_connection, plan(root, str(dataset))))
+        assert str(dataset.parent if said == "is missing" else dataset) in str(failure.value)
+        assert run.deferrals == []
+    assert not Path(root).exists()
+
+
+def test_a_root_that_is_none_is_found_out_before_the_deferral(task_run, service_connection, manifest, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/run.json").write_text("{}")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer/run.json").write_text('{"v": 99, "identity": {}}')
+    for name, said in (
+        ("file", "is not a folder"),
+        ("file/run", "does not exist"),
+        ("other", "is not a run's identity"),
+        ("newer", "99"),
+    ):
+        run = task_run("train")
+        with pytest.raises(AirflowFailException, match=said) as failure:
+            run.execute(train(service_connection, plan(str(tmp_path / name), manifest)))
+        assert str(tmp_path / name) in str(failure.value)
+        assert run.deferrals == []
+
+
+def test_a_cleared_task_ends_its_job_although_its_data_is_gone(
+    task_run, service_connection, local_service, manifest, root, tmp_path
+) -> None:
+    run, data = task_run("train"), tmp_path / "data"
+    shutil.copytree(Path(manifest).parent, data)
+    made = plan(root, str(data / "manifest.json"), steps=100_000)
+    trigger = defer(train(service_connection, made), run).trigger
+
+    async def cut_off() -> None:
+        driving = asyncio.create_task(_fire(_copy(trigger)))
+        await asyncio.to_thread(_wait_for_losses, root)
+        driving.cancel()
+        await asyncio.wait({driving})
+
+    asyncio.run(cut_off())
+    assert jobs_alive(local_service, root)
+    shutil.rmtree(data)
+    run.clear()
+    with pytest.raises(AirflowFailException, match="does not exist"):
+        run.execute(train(service_connection, made))
+    assert jobs_alive(local_service, root) == []
 
 
 def test_a_dataset_that_does_not_match_fails_before_a_job(
@@ -438,7 +591,7 @@ def test_who_opted_out_keeps_the_jobs(
     asyncio.run(again.on_kill())
     # On a worker, while it drives the run.
     operator = train(service_connection, made, deferrable=False, cancel_on_kill=False)
-    operator._driving = (TrainingPlan.from_dict(made), operator.hook.settings())
+    operator._driving = (TrainingPlan.from_dict(made), operator.hook.settings(), kept.attempt)
     operator.on_kill()
     assert jobs_alive(local_service, root) == alive
 

@@ -15,9 +15,9 @@ from airflow_cortex_training import roots
 from airflow_cortex_training.connection import ConnectionSettings
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.publication import RootError
-from cortex_training.training import TrainingPlan, status
+from cortex_training.training import TrainingPlan, other_driver, status
 from cortex_training.training.journal import Record, read_journal
-from cortex_training.training.root import RUN_FILE, is_bucket, open_root
+from cortex_training.training.root import RUN_FILE, is_bucket, open_root, read_identity
 from cortex_training.training.state import replay
 from cortex_training.training.teardown import ENDED
 
@@ -40,8 +40,26 @@ class PlanOfAnotherRelease(CortexTrainingError):
     """
 
 
+class DrivenByAnother(CortexTrainingError):
+    """Somebody else has driven the run since and ends its jobs: ending it would cost them a healthy run."""
+
+
 class PlanReplaced(Exception):
     """Another try of the task has written its own plan since: this trigger's run is not wanted any more."""
+
+
+def check_inputs(plan: TrainingPlan) -> None:
+    """Look for what the plan names where this process sees it: its data, and what an earlier driver left in its root.
+
+    Raises `ConfigurationError` naming the file; a folder that is not there yet is made.
+    """
+    from cortex_training.datasets import Dataset
+
+    # Sizes only: whoever drives the run reads every byte.
+    Dataset.open(plan.dataset, verify=False)
+    store = open_root(plan.root, plan.credentials)
+    if store.exists(RUN_FILE):
+        read_identity(store)
 
 
 def write_plan(plan: TrainingPlan, attempt: str, nonce: str) -> None:
@@ -148,12 +166,48 @@ def _longest_silence_s(records: list[Record], root: str, attempt: str, credentia
         return SILENT_S
 
 
-def end_run(settings: ConnectionSettings, root: str, credentials: str | None = None) -> list[str]:
+def was_ended(root: str, credentials: str | None = None) -> bool:
+    """Whether the run at `root` was taken from its driver for good: by a teardown, a kill, a person."""
+    records = read_journal(roots.open_root(root, credentials))
+    return bool(records) and records[-1].body.get("info") == ENDED
+
+
+def may_hold_jobs(root: str, attempt: str, credentials: str | None = None) -> bool:
+    """Whether the task instance of this `attempt` was the last to drive the run at `root`, and its job may be alive.
+
+    A root that can't be read just now may well hold such a run.
+    """
+    try:
+        state = status(root, credentials).state
+        return state.current is not None and other_driver(root, attempt, credentials) is None
+    except FileNotFoundError:
+        return False
+    except (RootError, OSError):
+        return True
+
+
+def end_run(settings: ConnectionSettings, root: str, credentials: str | None = None, attempt: str = "") -> list[str]:
     """Cancel every job in the journal of the run at `root`, and see to it that nobody creates another one.
 
-    Returns the jobs that were alive. A run that was never begun has none. Blocks, in an event loop of its own.
+    With `attempt`, only if the task instance of that attempt was the last to drive it; raises `DrivenByAnother`
+    otherwise. Returns the jobs that were alive. A run that was never begun has none. Blocks, in an event loop of its
+    own.
     """
-    return asyncio.run(_end_run(settings, root, credentials)) if was_begun(root) else []
+    if not was_begun(root):
+        return []
+    if attempt:
+        other = _other_driver(root, attempt, credentials)
+        if other is not None:
+            raise DrivenByAnother(f"{root} was last driven by {other}, not by this task")
+    return asyncio.run(_end_run(settings, root, credentials))
+
+
+def _other_driver(root: str, attempt: str, credentials: str | None) -> str | None:
+    try:
+        return other_driver(root, attempt, credentials)
+    except RootError:
+        # Ending the run says what is wrong with its root, or finds that no run was begun in it.
+        return None
 
 
 async def _end_run(settings: ConnectionSettings, root: str, credentials: str | None) -> list[str]:

@@ -124,31 +124,18 @@ async def _end_training_run(
     client: AsyncCortexTrainingClient, root: RootLabel, attempt: str, logger: Logger
 ) -> list[str]:
     """End the run in `root`, if this flow run was the last to drive it."""
-    from cortex_training.training import end_run
+    from cortex_training.publication import RootError
+    from cortex_training.training import end_run, other_driver
 
-    other = await asyncio.to_thread(_other_driver, root, attempt)
+    try:
+        other = await asyncio.to_thread(other_driver, root.root, attempt, root.root_credentials)
+    except RootError:
+        other = None
     if other is not None:
         # A root is a run's identity: who goes on with it must not lose it to a flow run that began it and crashed.
         logger.info("the training run in %s has been taken over by %s, which ends its jobs", root.root, other)
         return []
     return await end_run(root.root, client, root.root_credentials)
-
-
-def _other_driver(root: RootLabel, attempt: str) -> str | None:
-    """Who has taken the run in `root` over from the flow run of this `attempt`; None when nobody has."""
-    from cortex_training.publication import RootError
-    from cortex_training.training.journal import read_journal
-    from cortex_training.training.root import open_existing_root
-
-    try:
-        records = read_journal(open_existing_root(root.root, root.root_credentials))
-    except RootError:
-        return None
-    driven = [record.body.get("info", {}) for record in records if record.type == "takeover"]
-    drivers = [info for info in driven if "attempt" in info]
-    if not drivers or drivers[-1]["attempt"] == attempt:
-        return None
-    return f"driver {drivers[-1]['attempt'] or 'without a name'} on {drivers[-1].get('host', 'an unknown host')}"
 
 
 async def _try_to_cancel(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,7 +34,15 @@ from airflow_cortex_training.operators.base import (
 )
 from airflow_cortex_training.operators.checkpoints import attempt_id
 from airflow_cortex_training.operators.jobs import is_last_try
-from airflow_cortex_training.run_folder import end_run, is_over, next_folder, write_plan
+from airflow_cortex_training.run_folder import (
+    DrivenByAnother,
+    check_inputs,
+    end_run,
+    is_over,
+    may_hold_jobs,
+    next_folder,
+    write_plan,
+)
 from airflow_cortex_training.triggers.engine import STOP_S
 from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from airflow_cortex_training.triggers.train import CortexTrainingTrainTrigger
@@ -109,24 +118,37 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         if on_clear not in ON_CLEAR:
             raise ConfigurationError.of(f"task {self.task_id}: on_clear", on_clear, f"use one of {', '.join(ON_CLEAR)}")
         self.on_clear = on_clear
-        self._driving: tuple[TrainingPlan, ConnectionSettings] | None = None
+        self._driving: tuple[TrainingPlan, ConnectionSettings, str] | None = None
         self._trained: dict[str, Any] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
+        known = DurableRecord(context).current or {}
+        begun = (known.get("root"), known.get("credentials"))
+        try:
+            with self._keeping_a_live_run(context, *begun):
+                settings, plan, record, attempt, nonce = self._prepared(context)
+        except TrainingRunError:
+            self._cancel_if_last_try(context, *begun)
+            raise
+        if not self.deferrable:
+            return self._drive(plan, settings, attempt, context)
+        return self._defer(plan, record, attempt, nonce)
+
+    def _prepared(self, context: Context) -> tuple[ConnectionSettings, TrainingPlan, DurableRecord, str, str]:
+        """Check the plan, and leave it and this try's name where the driver finds them."""
         with clear_failures():
             settings = self.hook.settings()
             plan = self._checked_plan(context, settings)
             record = DurableRecord(context)
-            plan = self._rooted(plan, record)
+            plan = self._rooted(context, plan, record)
+            check_inputs(plan)
             self._note_links(context, settings, plan)
             attempt, nonce = attempt_id(context), new_token()
             record.write(root=plan.root, attempt=attempt, credentials=plan.credentials)
             record.publish_token(plan.root)
             if self.deferrable:
                 write_plan(plan, attempt, nonce)
-        if not self.deferrable:
-            return self._drive(plan, settings, attempt, context)
-        return self._defer(plan, record, attempt, nonce)
+        return settings, plan, record, attempt, nonce
 
     def _defer(self, plan: TrainingPlan, record: DurableRecord, attempt: str, nonce: str) -> NoReturn:
         limit_s = self.time_limit_s(self.timeout_s)
@@ -174,10 +196,12 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             return result
         reason = str(event.get("error") or "the trigger gave no reason")
         if event.get("status") == Status.TIMEOUT:
-            self._cancel_journal(root, credentials)
+            self._cancel_journal(context, root, credentials)
             raise self._too_late(str(root))
-        if event.get("permanent") or event.get("status") == Status.DENIED:
-            self._cancel_journal(root, credentials)
+        # One machine may lack what another had: its shared folder, its data. That is no reason to end a live run.
+        mendable = event.get("configuration") and root and may_hold_jobs(root, attempt_id(context), credentials)
+        if not mendable and (event.get("permanent") or event.get("status") == Status.DENIED):
+            self._cancel_journal(context, root, credentials)
             raise AirflowFailException(f"the training run in {root}: {reason}")
         self._cancel_if_last_try(context, root, credentials)
         raise TrainingRunError(f"the training run in {root}: {reason}")
@@ -188,7 +212,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         except TaskDeferralTimeout:
             # Neither an event nor execute_complete will come: this is the only place left to end the run's jobs.
             known = DurableRecord(context).current or {}
-            self._cancel_journal(known.get("root"), known.get("credentials"))
+            self._cancel_journal(context, known.get("root"), known.get("credentials"))
             raise
         except TaskDeferralError:
             known = DurableRecord(context).current or {}
@@ -204,10 +228,9 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     def on_kill(self) -> None:
         if self._driving is None or not self.cancel_on_kill:
             return
-        plan, settings = self._driving
         # Airflow calls this from a signal handler, on the thread whose event loop drives the run: another loop needs
         # another thread.
-        thread = threading.Thread(target=self._cancel_from_thread, args=(plan, settings), daemon=True)
+        thread = threading.Thread(target=self._cancel_from_thread, args=self._driving, daemon=True)
         thread.start()
         thread.join(timeout=KILL_S)
 
@@ -227,14 +250,14 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         plan.validate()
         return plan
 
-    def _rooted(self, plan: TrainingPlan, record: DurableRecord) -> TrainingPlan:
+    def _rooted(self, context: Context, plan: TrainingPlan, record: DurableRecord) -> TrainingPlan:
         """The plan with the root of this generation; jobs of an earlier generation are cancelled on the way."""
         if record.current:
             return _moved(plan, record.current)
         if record.superseded is None:
             return plan
         before = _moved(plan, record.superseded)
-        self._cancel_journal(before.root, before.credentials)
+        self._cancel_journal(context, before.root, before.credentials)
         if self.on_clear == "restart" or is_over(before):
             return replace(plan, root=next_folder(plan.root, plan.credentials))
         return before
@@ -246,17 +269,17 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     ) -> dict[str, Any]:
         from cortex_training.training import RunFailed, RunInterrupted
 
-        self._driving = (plan, settings)
+        self._driving = (plan, settings, attempt)
         try:
-            with clear_failures():
+            with self._keeping_a_live_run(context, plan.root, plan.credentials), clear_failures():
                 result = asyncio.run(self._run(plan, settings, attempt))
         except RunInterrupted as error:
-            self._cancel_journal(plan.root, plan.credentials)
+            self._cancel_journal(context, plan.root, plan.credentials)
             raise self._too_late(plan.root) from error
         except RunFailed as error:
             raise AirflowFailException(str(error)) from error
         except AirflowFailException:
-            self._cancel_journal(plan.root, plan.credentials)
+            self._cancel_journal(context, plan.root, plan.credentials)
             raise
         except CortexTrainingError:
             self._cancel_if_last_try(context, plan.root, plan.credentials)
@@ -315,21 +338,39 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     def _cancel_if_last_try(self, context: Context, root: str | None, credentials: str | None) -> None:
         """Between tries the job stays: the retry goes on with it. After the last one nobody would."""
         if is_last_try(context):
-            self._cancel_journal(root, credentials)
+            self._cancel_journal(context, root, credentials)
 
-    def _cancel_journal(self, root: str | None, credentials: str | None) -> None:
+    @contextlib.contextmanager
+    def _keeping_a_live_run(self, context: Context, root: str | None, credentials: str | None) -> Iterator[None]:
+        """Let a try that finds its configuration unusable be retried while a job of the run may be alive.
+
+        A worker may lack the shared folder or the data for a moment; failing for good would end a healthy run, or leave
+        its job to nobody. `root` is where an earlier leg of this task trained, if one did.
+        """
+        try:
+            yield
+        except AirflowFailException as error:
+            of_configuration = isinstance(error.__cause__, ConfigurationError)
+            if root and of_configuration and may_hold_jobs(root, attempt_id(context), credentials):
+                raise TrainingRunError(f"the training run in {root}: {error}") from error
+            raise
+
+    def _cancel_journal(self, context: Context, root: str | None, credentials: str | None) -> None:
         if not root:
             return
         try:
-            cancelled = end_run(self.hook.settings(), root, credentials)
+            cancelled = end_run(self.hook.settings(), root, credentials, attempt_id(context))
+        except DrivenByAnother as error:
+            self.log.info("no job is cancelled: %s", error)
+            return
         except CortexTrainingError as error:
             self.log.warning("could not cancel the jobs of %s, they end at their idle timeout: %s", root, error)
             return
         self.log.info("cancelled %s", ", ".join(cancelled) or "nothing, no job of this run was left")
 
-    def _cancel_from_thread(self, plan: TrainingPlan, settings: ConnectionSettings) -> None:
+    def _cancel_from_thread(self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str) -> None:
         try:
-            cancelled = end_run(settings, plan.root, plan.credentials)
+            cancelled = end_run(settings, plan.root, plan.credentials, attempt)
             self.log.info("killed; cancelled %s", ", ".join(cancelled) or "nothing")
         except CortexTrainingError as error:
             self.log.warning("killed; could not cancel the jobs of %s: %s", plan.root, error)

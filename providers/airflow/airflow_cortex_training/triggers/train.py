@@ -12,7 +12,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cortex_training.connection import ConnectionSettings, Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from airflow_cortex_training.run_folder import PlanReplaced, end_run, is_let_go, read_plan
+from airflow_cortex_training.run_folder import DrivenByAnother, PlanReplaced, end_run, is_let_go, read_plan, was_ended
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.engine import STOP_S, EngineRun
 from airflow_cortex_training.triggers.events import Status, event
@@ -99,12 +99,15 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
                 # Another driver is at work, on another triggerer or in another try of the task. It sends the event;
                 # this one stands by, in case that one dies.
                 self.log.info("standing by: %s", error)
-                await self._stand_by()
+                if await self._stand_by():
+                    return self._ended()
                 if time.time() >= self.deadline:
                     return event(Status.TIMEOUT, root=self.root, attempt=self.attempt)
             except RunInterrupted:
                 return event(Status.TIMEOUT, root=self.root, attempt=self.attempt)
-            except (ConfigurationError, RunFailed) as error:
+            except ConfigurationError as error:
+                return self._failed(Status.FAILED, error, permanent=True, configuration=True)
+            except RunFailed as error:
                 return self._failed(Status.FAILED, error, permanent=True)
             except CortexTrainingError as error:
                 return self._failed(Status.FAILED, error, permanent=False)
@@ -153,15 +156,37 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
         self._told_at, self._told = now, line
         self.log.info("%s", line)
 
-    async def _stand_by(self) -> None:
-        """Until the run was let go by its present driver, or is over, or the deadline."""
+    async def _stand_by(self) -> bool:
+        """Until the run was let go by its present driver, or is over, or the deadline. Returns whether it was ended.
+
+        A task that is cleared ends its run, and then goes on with it under another plan: only an end that lasts from
+        one look to the next is one.
+        """
+        ended = False
         while time.time() < self.deadline:
             await asyncio.sleep(SUPERSEDED_LOOK_S)
             if await asyncio.to_thread(is_let_go, self.root, self.attempt, self.credentials):
-                return
+                return False
+            ended_before, ended = ended, await asyncio.to_thread(self._was_ended)
+            if ended_before and ended:
+                return True
+        return False
 
-    def _failed(self, status: Status, error: Exception, *, permanent: bool) -> dict[str, Any]:
-        return event(status, root=self.root, attempt=self.attempt, permanent=permanent, error=str(error))
+    def _was_ended(self) -> bool:
+        if not was_ended(self.root, self.credentials):
+            return False
+        try:
+            read_plan(self.root, self.attempt, self.nonce, self.credentials)
+        except (PlanReplaced, CortexTrainingError):
+            return False
+        return True
+
+    def _ended(self) -> dict[str, Any]:
+        error = "it was ended by a teardown, a kill or a person, who cancelled its jobs"
+        return event(Status.FAILED, root=self.root, attempt=self.attempt, permanent=True, error=error)
+
+    def _failed(self, status: Status, error: Exception, *, permanent: bool, **more: Any) -> dict[str, Any]:
+        return event(status, root=self.root, attempt=self.attempt, permanent=permanent, error=str(error), **more)
 
     async def on_kill(self) -> None:
         await kill.unbroken(self._cancel())
@@ -174,5 +199,9 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
         if not self.cancel_on_kill or not await kill.may_cancel(self.task_instance, self.root, self.generation):
             return
         settings = await CortexTrainingHook.for_target(Target(**self.target)).asettings()
-        cancelled = await asyncio.to_thread(end_run, settings, self.root, self.credentials)
+        try:
+            cancelled = await asyncio.to_thread(end_run, settings, self.root, self.credentials, self.attempt)
+        except DrivenByAnother as error:
+            self.log.info("the task was ended by a user; no job is cancelled: %s", error)
+            return
         self.log.info("cancelled %s: the task was ended by a user", ", ".join(cancelled) or "nothing, no job was left")
