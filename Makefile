@@ -61,7 +61,8 @@ test: $(VENV)/.ready $(PUBLIC_VENV)/.ready
 	$(PYTEST) -m "live and short and not long"
 
 test-live: $(VENV)/.ready
-	$(PYTEST) -m "live and not short and not long"
+	$(PYTEST) -m "live and not short and not long" --ignore=tests/faults
+	$(PYTEST) -n $(WORKERS) -m "live and not short and not long" tests/faults
 
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
@@ -73,8 +74,9 @@ test-prefect39: $(PREFECT39_VENV)/.ready
 	# Not tests/live/conftest.py, which starts Airflow.
 	$(PREFECT39_VENV)/bin/python -m pytest -m "not long" --confcutdir=tests/live/prefect -p tests.conftest tests/live/prefect
 
+# Nights of one file are spread over the workers, each of which has a service of its own.
 faults: $(VENV)/.ready
-	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -m "live or long" tests/faults \
+	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -n $(WORKERS) -m "live or long" tests/faults \
 	  --ignore=tests/faults/test_mistakes.py
 
 # Plants eight mistakes into the engine and shows that each is caught.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,29 @@ def hurt_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSe
 
 
 @pytest.fixture
-def scene(tmp_path: Path, hurt_service: RunningService, material: Material) -> Iterator[Scene]:
-    with FaultProxy(hurt_service.base_url) as proxy:
-        yield Scene(tmp_path, hurt_service, proxy, material)
-    hurt_service.control.clear()
+def next_scene(
+    tmp_path: Path, hurt_service: RunningService, material: Material
+) -> Callable[[], contextlib.AbstractContextManager[Scene]]:
+    """A function that opens a scene on a root of its own; one at a time, because the weather is everybody's."""
+    numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Scene]:
+        folder = tmp_path / f"scene-{next(numbers)}"
+        folder.mkdir()
+        try:
+            with FaultProxy(hurt_service.base_url) as proxy:
+                yield Scene(folder, hurt_service, proxy, material)
+        finally:
+            hurt_service.control.clear()
+
+    return opened
+
+
+@pytest.fixture
+def scene(next_scene: Callable[[], contextlib.AbstractContextManager[Scene]]) -> Iterator[Scene]:
+    with next_scene() as scene:
+        yield scene
 
 
 @pytest.fixture
