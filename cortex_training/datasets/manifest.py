@@ -67,10 +67,14 @@ class Manifest:
             raise ConfigurationError(f"dataset manifest: {path} is a folder; pass {path / MANIFEST_NAME}")
         try:
             data = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigurationError(
                 f"dataset manifest: {path} does not exist; a build writes it last, so build the dataset (again), or "
                 "check that this machine sees the same path"
+            ) from None
+        except PermissionError:
+            raise ConfigurationError(
+                f"dataset manifest: {path} may not be read by this process; give its user the right to"
             ) from None
         try:
             record = json.loads(data)

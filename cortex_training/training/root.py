@@ -49,7 +49,14 @@ def open_root(root: str, credentials: str | None = None) -> Store:
             raise ConfigurationError.of(
                 "plan.root", root, f"its folder {parent} does not exist; create it or mount its file system first"
             )
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError:
+            raise ConfigurationError.of("plan.root", root, "is not a folder; name one that is, or a new one") from None
+        except PermissionError:
+            raise ConfigurationError.of(
+                "plan.root", root, f"this process may not make a folder in {parent}; give its user the right to"
+            ) from None
     return PosixStore(path)
 
 

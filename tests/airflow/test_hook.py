@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
 from airflow_cortex_training.connection import ConnectionSettings, Target
@@ -52,6 +55,29 @@ def test_a_bad_field_is_named_with_its_connection(connection, fields: dict[str, 
 def test_an_unknown_connection_is_named_with_the_fix() -> None:
     with pytest.raises(ConfigurationError, match=r"'nowhere' does not exist.*AIRFLOW_CONN_NOWHERE"):
         CortexTrainingHook("nowhere").settings()
+
+
+@pytest.mark.parametrize("conn_type", ["http", "aws", "snowflake", "", None])
+def test_a_connection_of_another_type_is_named_with_the_fix(monkeypatch, conn_type: str | None) -> None:
+    document = {"conn_type": conn_type, "host": "acme.example", "login": "user", "password": PAT, "schema": "PUBLIC"}
+    monkeypatch.setenv("AIRFLOW_CONN_OTHER", json.dumps({**document, "extra": {"database": "TRAINING"}}))
+    hook = CortexTrainingHook("other")
+    for read in (hook.settings, lambda: asyncio.run(hook.asettings())):
+        with pytest.raises(ConfigurationError) as refusal:
+            read()
+        message = str(refusal.value)
+        assert f"connection 'other': type = {conn_type or None!r}" in message
+        assert "'cortex_training'" in message
+        assert ("snowflake_conn_id" in message) == (conn_type == "snowflake")
+        assert PAT not in message
+    told, why = hook.test_connection()
+    assert not told
+    assert "cortex_training" in why
+
+
+def test_a_connection_may_be_a_uri(monkeypatch) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_CT", f"cortex-training://:{PAT}@acme.example/PUBLIC?database=TRAINING")
+    assert CortexTrainingHook("ct").settings().base_url == "https://acme.example"
 
 
 @pytest.mark.parametrize(

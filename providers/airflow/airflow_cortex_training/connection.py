@@ -17,6 +17,7 @@ from cortex_training.errors import ConfigurationError
 if TYPE_CHECKING:
     from cortex_training.auth import Auth
 
+CONN_TYPE = "cortex_training"
 DEFAULT_ENDPOINT = "cortex-training"
 _FORM = "Admin > Connections"
 _TELEMETRY_TIMEOUT_S = 3.0
@@ -128,6 +129,20 @@ class ConnectionSettings:
 def in_the_form(message: str, conn_id: str) -> str:
     """What was said of a connection, for a person who has its form open: Airflow tests that under a random id."""
     return message.removeprefix(f"connection {conn_id!r}: ").replace(_places(conn_id), "")
+
+
+def require_type(conn_id: str, conn_type: str | None) -> None:
+    """Raises `ConfigurationError` for a connection of another type than this provider's: its fields mean other things,
+    and a complaint about one of them would send its reader astray."""
+    if conn_type == CONN_TYPE:
+        return
+    fix = (
+        f"a connection of type {CONN_TYPE!r} is needed: choose that type in {_FORM} or in AIRFLOW_CONN_"
+        f"{conn_id.upper()}, or name another connection in conn_id"
+    )
+    if conn_type == "snowflake":
+        fix += f"; one that has snowflake_conn_id={conn_id!r} in its extra reuses this login"
+    raise _wrong(conn_id, "type", conn_type, fix)
 
 
 def snowflake_conn_id(conn_id: str, extra: Mapping[str, Any]) -> str | None:

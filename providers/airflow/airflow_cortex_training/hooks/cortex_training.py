@@ -10,7 +10,14 @@ from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.sdk.log import amask_secret, mask_secret
 
-from airflow_cortex_training.connection import ConnectionSettings, Target, in_the_form, snowflake_conn_id
+from airflow_cortex_training.connection import (
+    CONN_TYPE,
+    ConnectionSettings,
+    Target,
+    in_the_form,
+    require_type,
+    snowflake_conn_id,
+)
 from airflow_cortex_training.snowflake_login import SnowflakeLogin
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.settings import ClientSettings
@@ -35,13 +42,13 @@ class CortexTrainingHook(BaseHook):
         conn_id: connection of type ``cortex_training``.
         database, schema, endpoint: used instead of the connection's own.
 
-    Every method that reads the connection raises `cortex_training.errors.ConfigurationError` when it does not exist
-    or lacks a field; the message names the connection, the field and the fix.
+    Every method that reads the connection raises `cortex_training.errors.ConfigurationError` when it does not exist,
+    is of another type or lacks a field; the message names the connection, the field and the fix.
     """
 
     conn_name_attr = "conn_id"
     default_conn_name = "cortex_training_default"
-    conn_type = "cortex_training"
+    conn_type = CONN_TYPE
     hook_name = "Cortex Training"
 
     def __init__(
@@ -85,6 +92,7 @@ class CortexTrainingHook(BaseHook):
 
     def settings(self) -> ConnectionSettings:
         connection = self._connection(self.conn_id)
+        require_type(self.conn_id, connection.conn_type)
         extra, login = connection.extra_dejson, None
         reused = snowflake_conn_id(self.conn_id, extra)
         if reused:
@@ -97,6 +105,7 @@ class CortexTrainingHook(BaseHook):
 
     async def asettings(self) -> ConnectionSettings:
         connection = await self._aconnection(self.conn_id)
+        require_type(self.conn_id, connection.conn_type)
         extra, login = await get_async_extra_dejson(connection), None
         reused = snowflake_conn_id(self.conn_id, extra)
         if reused:
