@@ -109,6 +109,8 @@ class Driver:
         self.remote_s = 0.0
         self.waiting_s = 0.0
         self.pace = Pace()
+        self.published: str | None = None
+        """The last save that this driver saw in the publication log."""
         self._writer = writer
         self._packer = packer
         self._appending = asyncio.Lock()

@@ -223,22 +223,24 @@ async def load(driver: Driver) -> None:
     await _close(driver, operation, "done", {})
 
 
-async def publish_verified(driver: Driver) -> str | None:
-    """Publish the latest save whose weights have shown a finite loss; returns the entry's name, or None.
+async def publish_verified(driver: Driver) -> None:
+    """Publish the latest save whose weights have shown a finite loss, unless it is published.
 
     A save is never published on its own word: weights that diverged in the last step look like any other file.
     """
     segment = driver.segment
     if not segment.offset_is_certain:
-        return None
+        return
     ready = [o for o in segment.saves() if segment.weights_are_finite(o.step)]
     if not ready:
-        return None
+        return
     latest = ready[-1]
     folder = latest.result["save"]
-    published = {e.save: e for e in await offload(driver.log.entries)}
-    if folder in published:
-        return published[folder].name
+    if folder == driver.published:
+        return  # asked at every step; a bucket would be listed each time
+    if any(entry.save == folder for entry in await offload(driver.log.entries)):
+        driver.published = folder
+        return
     manifest = SaveManifest(
         job_id=segment.job_id,
         checkpoint_id=latest.result["checkpoint_id"],
@@ -250,9 +252,9 @@ async def publish_verified(driver: Driver) -> str | None:
     )
     await offload(manifest.write, driver.store, folder)
     entry, _ = await offload(driver.log.publish, folder, driver.epoch, latest.step)
+    driver.published = folder
     await offload(prune, driver.log, driver.plan.keep_publications)
     driver.tell("publish", step=latest.step, message=f"published {entry.name}", entry=entry.name)
-    return entry.name
 
 
 async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operation]:
