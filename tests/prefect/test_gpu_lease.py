@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -225,6 +226,27 @@ def test_the_process_of_a_run_renews_what_it_holds_and_gives_it_back_after_its_e
         until(lambda: len(renewals) >= 2)
 
     holds()
+    until(lambda: taken(limit) == 0)
+
+
+def test_a_renewal_that_fails_harms_no_run(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is away for a while: the flow goes on, and its slots are given back all the same."""
+    monkeypatch.setattr(gpu_lease, "RENEW_EVERY_S", 0.1)
+    failures: list[object] = []
+
+    async def out_of_reach(prefect: object, lease: object) -> bool:
+        failures.append(lease)
+        raise httpx.ConnectError("the server is away")
+
+    @flow
+    def holds() -> str:
+        labels = RunLabels(flow_run.id)
+        run_to_end(hold_gpus(labels, "a-job", limit, 2, LOGGER))
+        monkeypatch.setattr(gpu_lease, "_renewed", out_of_reach)
+        until(lambda: len(failures) >= 2)
+        return "done"
+
+    assert holds() == "done"
     until(lambda: taken(limit) == 0)
 
 
