@@ -13,6 +13,7 @@ from cortex_training.states import is_terminal_job
 from cortex_training.training import status
 from demo.airflow_cluster import SlotSampler
 from demo.rows import load_rows, standard_library_rows
+from tests.faults.proxy import DROP_BEFORE
 from tests.live.conftest import PAT, PROMPT, Night, Run
 from tests.live.searching import in_database, in_files
 
@@ -20,7 +21,12 @@ DAG_ID = "finetune_from_snowflake"
 STEPS = 6
 ROWS = 400
 
-pytestmark = [pytest.mark.live, pytest.mark.short, pytest.mark.timeout(900)]
+FROM_THE_JOB_ON = (
+    *("create_job", "wait_until_running", "generate_before", "train", "save", "export"),
+    *("publish", "weight_sync", "generate_after", "cancel_job"),
+)
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -38,6 +44,7 @@ def conf(night: Night) -> dict[str, Any]:
     return {"cortex_conn_id": night.conn_id, "root": str(root), "steps": STEPS, "save_every_steps": 3}
 
 
+@pytest.mark.short
 def test_rows_become_a_published_checkpoint_and_no_job_is_left(
     night: Night, rows: list[Any], conf: dict[str, Any]
 ) -> None:
@@ -81,6 +88,21 @@ def test_rows_become_a_published_checkpoint_and_no_job_is_left(
     assert list(night.jobs()) == [job_id]
     assert status(trained["root"]).state.finished_steps == STEPS
     night.settle(steps=STEPS)
+
+
+def test_a_step_that_never_arrived_costs_a_job_and_no_step(night: Night, rows: list[Any], conf: dict[str, Any]) -> None:
+    night.proxy.add(r"POST .*/step$", DROP_BEFORE, skip=4)
+    run = night.start(DAG_ID, **conf)
+    run.wait("failed", timeout_s=360)
+    # It may still arrive, so nobody goes on in this job; and no other may take its place unasked.
+    assert "step 5 was sent and has not been executed" in run.log("train")
+    assert night.live_jobs() == []
+    run.clear(*FROM_THE_JOB_ON)
+    run.wait(timeout_s=360)
+    latest = PublicationLog(str(Path(conf["root"]) / "models")).latest()
+    assert latest is not None
+    assert (latest.name, latest.step) == (run.xcom("publish")["entry"], STEPS)
+    night.settle(jobs=2, steps=STEPS)
 
 
 def _nights_that_cant_go_well(night: Night, conf: dict[str, Any]) -> None:
