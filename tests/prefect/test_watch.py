@@ -15,14 +15,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events import Event, Resource
 from prefect.events.clients import PrefectEventsClient
-from prefect.states import Cancelled, Completed, Failed, Running, Suspended
+from prefect.states import Cancelled, Completed, Failed, Pending, Running, Scheduled, Suspended
 
 from cortex_training.errors import ApiError, AuthError, ServiceError, TransportError
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training.handover import FAILED, Outcome, outcome_key
 from prefect_cortex_training.labels import TAG, RunLabels, labels_of
 from prefect_cortex_training.reconcile import Rules, _was_heard
-from prefect_cortex_training.waits import REQUEST, RUNNING, TRAINING, Wait
+from prefect_cortex_training.waits import CAPACITY, REQUEST, RUNNING, TRAINING, Wait
 from prefect_cortex_training.watch import Watcher
 
 from .scripted_service import ScriptedService
@@ -60,6 +60,8 @@ def service(on_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Script
     async def connected(name: str) -> AsyncIterator[ScriptedService]:
         yield scripted
 
+    # How long a look may take is for services that hang, not for a machine that has much to do.
+    monkeypatch.setattr("prefect_cortex_training.watch._LOOK_S", 200.0)
     monkeypatch.setattr("prefect_cortex_training.watch.load_credentials", load)
     monkeypatch.setattr("prefect_cortex_training.cleanup.connected", connected)
     return scripted
@@ -119,6 +121,30 @@ async def test_a_run_comes_back_when_its_job_runs_or_never_will(
     service.jobs["j"] = {"job_id": "j", "status": status}
     run = await suspended(JOB)
     await look()
+    assert await is_resumed(run) is over
+
+
+NO_CAPACITY = dict.fromkeys(("max_total_gpus", "reserved_gpus", "in_use_gpus", "pending_gpus", "available_gpus"), 0)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "over"),
+    [
+        ({"max_total_gpus": 8, "available_gpus": 3}, False),
+        ({"max_total_gpus": 8, "available_gpus": 4}, True),
+        ({"max_total_gpus": -1}, True),
+        ({"max_total_gpus": 2, "available_gpus": 2}, True),  # it never will, and the flow says so
+        ({}, True),  # nobody knows
+    ],
+)
+async def test_a_run_comes_back_when_gpus_are_free_or_waiting_would_have_no_end(
+    service: ScriptedService, capacity: dict[str, int], over: bool
+) -> None:
+    service.capacities = [{"has_reservation": False, **NO_CAPACITY, **capacity}]
+    run = await suspended(Wait(CAPACITY, "block", ("H200", "4", "1")))
+    await look()
+    # Runs of other tests are still waiting.
+    assert set(service.named("capacity")) == {("capacity", "H200")}
     assert await is_resumed(run) is over
 
 
@@ -271,6 +297,7 @@ async def test_only_a_silent_run_that_says_it_runs_is_taken_for_dead(
     """A suspended run sends no heartbeats either, and is well. Who has just come, or was away, knows of no silence."""
     labels = {"job.training.0.silent": "block"}
     dead, heard = await a_run(Running(), labels), await a_run(Running(), labels)
+    stuck, queued = await a_run(Pending(), labels), await a_run(Scheduled(), labels)
     waits, without_jobs = await suspended(JOB, **labels), await a_run(Running())
     service.jobs["j"] = {"job_id": "j", "status": "pending"}
 
@@ -278,10 +305,11 @@ async def test_only_a_silent_run_that_says_it_runs_is_taken_for_dead(
         return run.id == heard
 
     async def states() -> list[StateType | None]:
-        return [(await read(run)).state_type for run in (dead, heard, waits, without_jobs)]
+        return [(await read(run)).state_type for run in (dead, stuck, heard, waits, queued, without_jobs)]
 
     monkeypatch.setattr("prefect_cortex_training.reconcile._was_heard", was_heard)
-    alive = [StateType.RUNNING, StateType.RUNNING, StateType.PAUSED, StateType.RUNNING]
+    well = [StateType.RUNNING, StateType.PAUSED, StateType.SCHEDULED, StateType.RUNNING]
+    alive = [StateType.RUNNING, StateType.PENDING, *well]
     await asyncio.sleep(1.1)
     async with watcher(Rules(cancel_on=frozenset(), crashed_after_s=1.0)) as one:
         await one.look()
@@ -292,7 +320,7 @@ async def test_only_a_silent_run_that_says_it_runs_is_taken_for_dead(
         assert await states() == alive
         await asyncio.sleep(1.1)
         await one.look()
-        assert await states() == [StateType.CRASHED, *alive[1:]]
+        assert await states() == [StateType.CRASHED, StateType.CRASHED, *well]
 
 
 async def test_a_heartbeat_is_heard(service: ScriptedService) -> None:

@@ -19,7 +19,7 @@ from prefect.states import Crashed
 from cortex_training.errors import ConfigurationError
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
 from prefect_cortex_training.labels import Label, RunLabels, jobs_in, labels_of, roots_in
-from prefect_cortex_training.scan import ended_runs, running_runs
+from prefect_cortex_training.scan import ended_runs, runs_with_a_process
 
 ENDS = {
     "cancelled": StateType.CANCELLED,
@@ -40,8 +40,10 @@ class Rules:
             A suspension that timed out has failed.
         look_back_s: runs that ended longer ago are left alone.
         crashed_after_s: a run that says it runs and has sent no heartbeat for so long is marked as crashed, by a
-            watcher that has seen the server for as long. Give three times Prefect's
-            ``PREFECT_FLOWS_HEARTBEAT_FREQUENCY``. None leaves such runs alone.
+            watcher that has seen the server for as long. So is one with jobs that came back and has been Pending for so
+            long: no other worker takes it up when its own dies before the process starts. Give three times Prefect's
+            ``PREFECT_FLOWS_HEARTBEAT_FREQUENCY``, or longer where machines have to be started. None leaves such runs
+            alone.
     """
 
     cancel_on: frozenset[str] = frozenset({"cancelled"})
@@ -96,8 +98,8 @@ class Reconciler:
             await labels.write({_done_key(run): True})
 
     async def _mark_silent_runs(self, prefect: PrefectClient, silence: timedelta) -> None:
-        """A runner that dies with its flow leaves a run that runs for ever."""
-        for run in await running_runs(prefect):
+        """A runner that dies with its flow leaves a run that runs, or begins, for ever."""
+        for run in await runs_with_a_process(prefect):
             assert run.state is not None
             if not _has_remote_work(labels_of(run)) or datetime.now(UTC) - run.state.timestamp < silence:
                 continue

@@ -34,10 +34,10 @@ async def suspended_runs(prefect: PrefectClient) -> list[FlowRun]:
     return [run async for run in _pages(prefect, FlowRunFilter(tags=_OURS, state=suspended))]
 
 
-async def running_runs(prefect: PrefectClient) -> list[FlowRun]:
-    """Every flow run of ours that says that it runs."""
-    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
-    return [run async for run in _pages(prefect, FlowRunFilter(tags=_OURS, state=running))]
+async def runs_with_a_process(prefect: PrefectClient) -> list[FlowRun]:
+    """Every flow run of ours that says that it runs, or that its process is about to."""
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING]))
+    return [run async for run in _pages(prefect, FlowRunFilter(tags=_OURS, state=states))]
 
 
 async def ended_runs(prefect: PrefectClient, states: list[StateType], since_s: float) -> list[FlowRun]:

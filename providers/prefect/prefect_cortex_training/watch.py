@@ -17,8 +17,16 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.logging import get_logger
 
-from cortex_training.errors import ApiError, AuthError, NotFoundError, RateLimitedError, ServiceError
+from cortex_training.errors import (
+    ApiError,
+    AuthError,
+    ConfigurationError,
+    NotFoundError,
+    RateLimitedError,
+    ServiceError,
+)
 from cortex_training.states import JobState, is_terminal_job, is_terminal_request, job_state
+from prefect_cortex_training.capacity import free_gpus
 from prefect_cortex_training.credentials import load_credentials
 from prefect_cortex_training.gpu_lease import LeaseRenewer
 from prefect_cortex_training.handover import find_outcome
@@ -27,7 +35,7 @@ from prefect_cortex_training.presence import DRIVERS, WATCHERS, Presence, somebo
 from prefect_cortex_training.reconcile import Reconciler, Rules
 from prefect_cortex_training.scan import resume, suspended_runs
 from prefect_cortex_training.waiting import NOT_YET_KNOWN_S, WATCHED_S
-from prefect_cortex_training.waits import REQUEST, RUNNING, TRAINING, Wait, wait_of
+from prefect_cortex_training.waits import CAPACITY, REQUEST, RUNNING, TRAINING, Wait, wait_of
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
@@ -131,6 +139,8 @@ class Watcher:
             return self._why_trained(run, wait)
         try:
             client = await self._client(wait.credentials)
+            if wait.kind == CAPACITY:
+                return await _why_free(client, wait)
             if wait.kind == RUNNING:
                 state = job_state((await client.get_job(wait.subject[0])).get("status"))
                 over = state == JobState.RUNNING or is_terminal_job(state)
@@ -169,6 +179,15 @@ class Watcher:
         client = self._clients.pop(credentials, None)
         if client is not None:
             await client.aclose()
+
+
+async def _why_free(client: AsyncCortexTrainingClient, wait: Wait) -> str:
+    hardware, gpus, _ = wait.subject
+    try:
+        free = free_gpus(await client.get_capacity(hardware or None), int(gpus))
+    except ConfigurationError as error:
+        return str(error)
+    return "" if free is None else f"{gpus} GPUs could be had"
 
 
 def _place(run: FlowRun) -> str:
