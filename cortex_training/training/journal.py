@@ -62,12 +62,12 @@ class JournalReader:
         self._loose: dict[int, Record | None] = {}
         self._packs: dict[int, list[Record]] = {}
         self.last = 0
-        self.packed = 0
+        self.packed: frozenset[int] = frozenset()
 
     def read(self) -> list[Record]:
         """Every record in order. A torn record burns its number and is passed over.
 
-        `last` is the number of the last record then, torn ones included, and `packed` that of the last one in a pack.
+        `last` is the number of the last record then, torn ones included, and `packed` are those that are in packs.
 
         Raises `ConfigurationError` for a journal with a hole in it, or one that a newer release wrote.
         """
@@ -85,8 +85,8 @@ class JournalReader:
                     self._fetch(loose)
                 except FileNotFoundError:
                     continue  # packed since it was listed
+                self.last, self.packed = len(taken), frozenset(known)
                 known.update((n, record) for n in loose if (record := self._loose[n]) is not None)
-                self.last, self.packed = len(taken), packs[-1] if packs else 0
                 return [known[number] for number in sorted(known)]
             # A file system of a network may show an older listing for a moment.
             time.sleep(_LISTING_PAUSE_S)

@@ -27,11 +27,15 @@ _REMOVED_AT_ONCE = 20
 
 
 class Packer:
-    """Packs the records of a run while its driver goes on training. `packed` is the last record in a pack so far."""
+    """Packs the records of a run while its driver goes on training. `packed` are the numbers that are in packs so
+    far.
 
-    def __init__(self, store: Store, history: Iterable[Record], packed: int) -> None:
+    Only what is known to be in a pack is ever removed: a record that is lost makes a hole, and ends the run for good.
+    """
+
+    def __init__(self, store: Store, history: Iterable[Record], packed: Iterable[int]) -> None:
         self._store = store
-        self._packed = packed
+        self._packed = set(packed)
         self._stays: set[int] = set()
         self._loose: list[Record] = []
         self._task: asyncio.Task[None] | None = None
@@ -46,13 +50,15 @@ class Packer:
         """Take note of a record that is in the journal."""
         if record.type == "takeover":
             self._stays.add(record.number)
-        if record.number > self._packed:
+        if record.number not in self._packed:
             self._loose.append(record)
 
     def pack_when_due(self) -> None:
         """Begin to pack, in the background, when there are enough loose records."""
         if not self._stopped and len(self._loose) >= PACK_RECORDS and (self._task is None or self._task.done()):
-            records, self._loose = self._loose, []
+            # In place, here and below: the thread that appends to the journal adds to this very list.
+            records = self._loose[:]
+            del self._loose[: len(records)]
             self._task = asyncio.create_task(self._pack(records))
 
     async def stop(self) -> None:
@@ -63,17 +69,18 @@ class Packer:
             await asyncio.wait({self._task})
 
     async def _pack(self, records: list[Record]) -> None:
-        last = records[-1].number
+        last = max(record.number for record in records)
         try:
             await offload(lambda: self._store.create(f"{PACKED}/{last:020d}", encode(records)))
         except PublicationError:
             # A full disk, say: they stay as they are, for the next pack.
-            self._loose = [*records, *self._loose]
+            self._loose[:0] = records
             return
+        self._packed.update(record.number for record in records)
         with contextlib.suppress(PublicationError):
             # By the listing, so that what an interrupted removal left over goes too.
             listed = await offload(numbers, self._store, FOLDER)
-            doomed = [number for number in listed if number <= last and number not in self._stays]
+            doomed = [number for number in listed if number in self._packed and number not in self._stays]
             for start in range(0, len(doomed), _REMOVED_AT_ONCE):
                 await offload(self._remove, doomed[start : start + _REMOVED_AT_ONCE])
 

@@ -135,6 +135,13 @@ def test_a_record_that_no_pack_holds_is_read_where_it_is(store):
     records = read_journal(store)
     store.create(f"{PACKED}/{10:020d}", packs.encode(records[4:10]))
     assert read_journal(store) == records
+    # And what no pack holds is put into the next one, not removed with what is packed.
+    writer, packer = begin(store, epoch=2)
+    append(writer, packer, 10)
+    before = read_journal(store)
+    pack(packer)
+    assert read_journal(store) == before
+    assert numbers(store, FOLDER) == [1, 14]
 
 
 def test_a_torn_records_number_stays_taken(store):
