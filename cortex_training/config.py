@@ -7,6 +7,7 @@ accepts beyond the typed fields; it is merged into the block and never overrides
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,6 +35,13 @@ class CheckpointType(StrEnum):
     WEIGHTS_ONLY = "weights-only"
 
 
+# What trainers and samplers call the types of weights; the service says which of them it has.
+_DTYPE = re.compile(
+    r"(torch\.)?(auto|half|float|double|tf32|(bf|bfloat|fp|float|mxfp|nvfp|nf|u?int)(4|6|8|16|32|64)(_?[a-z]\w*)?)",
+    re.ASCII,
+)
+
+
 def _positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigurationError.of(name, value, "must be a whole number greater than 0")
@@ -49,6 +57,12 @@ def _optional_number(name: str, value: object) -> None:
 def _optional_text(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise ConfigurationError.of(name, value, "must be a non-empty string, or be left out")
+
+
+def _optional_dtype(name: str, value: object) -> None:
+    _optional_text(name, value)
+    if isinstance(value, str) and not _DTYPE.fullmatch(value):
+        raise ConfigurationError.of(name, value, "must name a type of numbers, e.g. 'bfloat16' or 'float32'")
 
 
 def _mapping(name: str, value: object) -> None:
@@ -282,7 +296,7 @@ class SubJobConfig:
         block.validate()
         if self.global_batch_size is not None:
             _positive_int("global_batch_size", self.global_batch_size)
-        _optional_text("dtype", self.dtype)
+        _optional_dtype("dtype", self.dtype)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigurationError.of("seed", self.seed, "must be a whole number")
         hooks = self.model_post_init

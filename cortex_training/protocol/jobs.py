@@ -76,13 +76,12 @@ def create_body(
         except ConfigurationError as error:
             raise ConfigurationError(f"sub_jobs[{index}].{error}", field=f"sub_jobs[{index}].{error.field}") from None
     check_matching_lora(configs)
-    _check_timeout("idle_timeout_seconds", idle_timeout_seconds, zero_allowed=True)
-    _check_timeout("pending_timeout_seconds", pending_timeout_seconds, zero_allowed=False)
+    check_timeouts(idle_timeout_seconds, pending_timeout_seconds)
     body: dict[str, Any] = {"sub_job_configs": [config.to_wire() for config in configs]}
     optional = {
         "job_id": job_id,
         "experiment_name": experiment_name,
-        "hardware": None if hardware is None else _checked_hardware(hardware),
+        "hardware": None if hardware is None else checked_hardware(hardware),
         "idle_timeout_seconds": idle_timeout_seconds,
         "pending_timeout_seconds": pending_timeout_seconds,
     }
@@ -99,10 +98,7 @@ def check_body(body: object) -> None:
     if not isinstance(configs, list) or not configs:
         raise ConfigurationError.of("sub_job_configs", configs, "must be a non-empty list")
     if body.get("job_id") is not None:
-        job_id = body["job_id"]
-        segment("job_id", job_id)
-        if ":" in job_id or "/" in job_id:
-            raise ConfigurationError.of("job_id", job_id, "must hold no ':' or '/'; use a random UUID in text form")
+        check_job_id(body["job_id"])
     kinds = [canonical_job_type(config.get("job_type")) for config in configs if isinstance(config, Mapping)]
     if kinds.count(JobType.TRAINING) > 1:
         raise ConfigurationError.of("sub_job_configs", kinds, "a job takes at most one training sub-job")
@@ -110,10 +106,24 @@ def check_body(body: object) -> None:
         raise ConfigurationError(f"debug: debug options are for the service's developers; set {DEBUG_OPTIONS_ENV}=1")
 
 
-def _checked_hardware(value: object) -> str:
+def check_job_id(job_id: object) -> None:
+    """Refuse what can't be a job's id: it becomes a segment of paths, and the front of its sub-jobs' ids."""
+    segment("job_id", job_id)
+    if ":" in str(job_id) or "/" in str(job_id):
+        raise ConfigurationError.of("job_id", job_id, "must hold no ':' or '/'; use a random UUID in text form")
+
+
+def checked_hardware(value: object) -> str:
+    """The name of a kind of GPU node as the service spells it, or `ConfigurationError`."""
     if not isinstance(value, str) or value not in set(Hardware):
         raise ConfigurationError.of("hardware", value, f"must be one of {', '.join(Hardware)}")
     return str(value)
+
+
+def check_timeouts(idle_timeout_seconds: object, pending_timeout_seconds: object) -> None:
+    """Refuse times that the service does not take; None leaves one to its default."""
+    _check_timeout("idle_timeout_seconds", idle_timeout_seconds, zero_allowed=True)
+    _check_timeout("pending_timeout_seconds", pending_timeout_seconds, zero_allowed=False)
 
 
 def _check_timeout(name: str, value: object, *, zero_allowed: bool) -> None:
@@ -235,7 +245,7 @@ def get_experiment_run(context: Context, job_id: str) -> Flow[ExperimentRun]:
 
 def get_capacity(context: Context, hardware: Hardware | str | None = None) -> Flow[Capacity]:
     """All six fields; the service omits those that are zero or false, and ``{}`` means that nothing is known."""
-    query = {"hardware": None if hardware is None else _checked_hardware(hardware)}
+    query = {"hardware": None if hardware is None else checked_hardware(hardware)}
     request = calls.get(context, "/capacity", "get-capacity", query=query)
     request = replace(request, timeouts=request.timeouts.capped(_CAPACITY_TIMEOUTS))
     budget_s = min(_CAPACITY_BUDGET_S, context.policy.retry_budget_s)

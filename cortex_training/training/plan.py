@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from cortex_training.config import check_matching_lora
 from cortex_training.errors import ConfigurationError
+from cortex_training.protocol.jobs import check_job_id, check_timeouts, checked_hardware
 from cortex_training.publication.credentials import parse_sources
 from cortex_training.publication.errors import PublicationError
 from cortex_training.publication.save import RESUMABLE, WEIGHTS_ONLY
 from cortex_training.publication.urls import parse_root
 from cortex_training.training.divergence import Divergence
 from cortex_training.training.schedule import LearningRate
+from cortex_training.training.sub_jobs import checked_sub_jobs, located
 
 PLAN_VERSION = 1
 
@@ -142,8 +145,11 @@ class TrainingPlan:
         for name in ("root", "dataset", "steps", "micro_batch_size"):
             if name not in data:
                 raise ConfigurationError.of(f"plan.{name}", None, "this key is required")
-        if isinstance(data.get("learning_rate"), Mapping):
-            data["learning_rate"] = LearningRate.from_dict(data["learning_rate"])
+        rate = data.get("learning_rate")
+        if isinstance(rate, Mapping):
+            data["learning_rate"] = LearningRate.from_dict(rate)
+        elif isinstance(rate, (int, float)) and not isinstance(rate, bool):
+            data["learning_rate"] = LearningRate("constant", peak=rate)
         if isinstance(data.get("divergence"), Mapping):
             data["divergence"] = Divergence.from_dict(data["divergence"])
         sub_jobs = data.get("sub_jobs") or ()
@@ -243,11 +249,14 @@ class TrainingPlan:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError.of(f"plan.{name}", value, "give a number above 0")
         switches = tuple((name, bool) for name in ("tail_service_log", "submit_ahead", "assume_fifo"))
+        fixes = {
+            LearningRate: 'give a number (a constant rate), or an object such as {"schedule": "cosine", "peak": 3e-4}',
+            Divergence: 'give an object such as {"action": "stop"}',
+            bool: "give true or false",
+        }
         for name, kind in (("learning_rate", LearningRate), ("divergence", Divergence), *switches):
             if not isinstance(getattr(self, name), kind):
-                raise ConfigurationError.of(
-                    f"plan.{name}", getattr(self, name), "give true or false" if kind is bool else "give an object"
-                )
+                raise ConfigurationError.of(f"plan.{name}", getattr(self, name), fixes[kind])
 
     def _validate_root(self) -> None:
         try:
@@ -289,6 +298,14 @@ class TrainingPlan:
             raise ConfigurationError.of(
                 "plan.job_id", self.job_id, "give either job_id (a job you own) or sub_jobs (a job the run creates)"
             )
+        try:
+            check_timeouts(self.idle_timeout_seconds, self.pending_timeout_seconds)
+            if self.hardware is not None:
+                checked_hardware(self.hardware)
+            if self.job_id is not None:
+                check_job_id(self.job_id)
+        except ConfigurationError as problem:
+            raise located(problem, "plan.") from None
         if self.job_id is not None:
             if self.max_gpu_seconds is not None:
                 raise ConfigurationError.of(
@@ -297,32 +314,24 @@ class TrainingPlan:
                     "a job that isn't the run's can't be ended; give sub_jobs",
                 )
             return
+        sub_jobs = checked_sub_jobs(self.sub_jobs, "plan.sub_jobs")
         for number, sub_job in enumerate(self.sub_jobs):
-            for config in ("training_config", "inference_config"):
-                if not isinstance(sub_job.get(config) or {}, Mapping):
-                    raise ConfigurationError.of(f"plan.sub_jobs[{number}].{config}", sub_job[config], "give an object")
-                gpus = (sub_job.get(config) or {}).get("n_gpus", 1)
-                if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0 or gpus != int(gpus):
-                    raise ConfigurationError.of(f"plan.sub_jobs[{number}].{config}.n_gpus", gpus, "give a whole number")
-        training = [s for s in self.sub_jobs if s.get("job_type") == "training"]
-        if len(training) != 1:
-            raise ConfigurationError.of(
-                "plan.sub_jobs", len(training), "give exactly one sub-job with job_type=training"
-            )
-        if not isinstance(training[0].get("training_config"), Mapping):
-            raise ConfigurationError.of(
-                "plan.sub_jobs.training_config", training[0].get("training_config"), "give a training_config object"
-            )
-        if training[0].get("source_checkpoint_info"):
-            raise ConfigurationError.of(
-                "plan.sub_jobs.source_checkpoint_info",
-                training[0]["source_checkpoint_info"],
-                "use initial weights through model_name; a run restores its own checkpoints itself",
-            )
-        if self.weight_sync_every_steps is not None and not self.sampling_sub_jobs:
+            if sub_job.get("job_type") == "training" and sub_job.get("source_checkpoint_info"):
+                raise ConfigurationError.of(
+                    f"plan.sub_jobs[{number}].source_checkpoint_info",
+                    sub_job["source_checkpoint_info"],
+                    "use initial weights through model_name; a run restores its own checkpoints itself",
+                )
+        if self.weight_sync_every_steps is None:
+            return
+        if not self.sampling_sub_jobs:
             raise ConfigurationError.of(
                 "plan.weight_sync_every_steps", self.weight_sync_every_steps, "needs a sampling sub-job in sub_jobs"
             )
+        try:
+            check_matching_lora(sub_jobs)
+        except ConfigurationError as problem:
+            raise located(problem, "plan.") from None
 
     def identity(
         self, *, dataset_sha256: str, frame_version: int, training_sub_job: Mapping[str, Any] | None = None

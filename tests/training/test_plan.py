@@ -1,5 +1,6 @@
 """A plan is refused as a whole, by field name, before anything remote happens."""
 
+import copy
 import dataclasses
 import json
 
@@ -18,6 +19,7 @@ TRAINING = {
     "model_name": "tiny",
     "training_config": {"optimizer": {"name": "AdamW"}, "max_seq_len": 128, "train_batch_size": 2, "n_gpus": 1},
 }
+SAMPLING = {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": 128, "n_gpus": 1}}
 GOOD = {"root": "r", "dataset": "d/manifest.json", "steps": 4, "micro_batch_size": 2, "sub_jobs": [TRAINING]}
 
 
@@ -85,6 +87,140 @@ def test_unknown_keys_and_versions_are_refused(changes, field):
     with pytest.raises(ConfigurationError) as caught:
         plan(**changes)
     assert caught.value.field == field
+
+
+def adapter(rank, **changes):
+    return {"peft_type": "Lora", "r": rank, "target_modules": ["q_proj"], **changes}
+
+
+def changed(sub_job, **changes):
+    """The sub-job with other fields; those of its configuration block are given as block__name, None leaves out."""
+    out = copy.deepcopy(sub_job)
+    for name, value in changes.items():
+        place, _, inner = name.partition("__")
+        target = out[place] if inner else out
+        target[inner or place] = value
+        if value is None:
+            del target[inner or place]
+    return out
+
+
+class TestTheJobThatAPlanDescribes:
+    """What the client checks of a job, it checks of a plan's, by the path of the field in the plan."""
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"idle_timeout_seconds": "abc"}, "plan.idle_timeout_seconds"),
+            ({"idle_timeout_seconds": -5}, "plan.idle_timeout_seconds"),
+            ({"pending_timeout_seconds": 1}, "plan.pending_timeout_seconds"),
+            ({"pending_timeout_seconds": 0}, "plan.pending_timeout_seconds"),
+            ({"hardware": "H1000"}, "plan.hardware"),
+            ({"hardware": "h200"}, "plan.hardware"),
+            ({"sub_jobs": [], "job_id": "a:b"}, "plan.job_id"),
+            ({"sub_jobs": [], "job_id": "a/b"}, "plan.job_id"),
+            ({"sub_jobs": [], "job_id": ".."}, "plan.job_id"),
+        ],
+    )
+    def test_a_bad_option_is_named(self, changes, field):
+        assert field_refused(**changes) == field
+
+    @pytest.mark.parametrize(
+        ("place", "changes", "field"),
+        [
+            (0, {"training_config__n_gpus": 0}, "training_config.n_gpus"),
+            (0, {"training_config__n_gpus": 1.5}, "training_config.n_gpus"),
+            (0, {"training_config__max_seq_len": None}, "training_config.max_seq_len"),
+            (0, {"training_config__optimizer": None}, "training_config.optimizer"),
+            (0, {"training_config__optimzer": {"name": "AdamW"}}, "training_config.optimzer"),
+            (0, {"training_config__optimizer": {"name": "AdamW", "weigth_decay": 0}}, "weigth_decay"),
+            (0, {"training_config__peft_config": {"peft_type": "Lora"}}, "training_config.peft_config.target_modules"),
+            (0, {"training_config": None, "trainng_config": {}}, "trainng_config"),
+            (0, {"trainng": {}}, "trainng"),
+            (0, {"model_name": None}, "model_name"),
+            (0, {"model_name": " "}, "model_name"),
+            (0, {"dtype": "float31"}, "dtype"),
+            (0, {"dtype": 16}, "dtype"),
+            (0, {"seed": "x"}, "seed"),
+            (0, {"source_checkpoint_info": {"checkpoint_id": "cp"}}, "source_checkpoint_info"),
+            (0, {"job_type": "TRAINING"}, "job_type"),
+            (1, {"job_type": "smapling"}, "job_type"),
+            (1, {"job_type": None}, "job_type"),
+            (1, {"model_name": None}, "model_name"),
+            (1, {"dtype": "float31"}, "dtype"),
+            (1, {"inference_config": None}, "inference_config"),
+            (1, {"inference_config__n_gpus": 0}, "inference_config.n_gpus"),
+            (1, {"inference_config__peft_config": {"r": 0, "target_modules": ["q"]}}, "inference_config.peft_config.r"),
+            (1, {"training_config": {}}, "training_config"),
+        ],
+    )
+    def test_a_bad_field_of_a_sub_job_is_named_by_its_path(self, place, changes, field):
+        sub_jobs = [TRAINING, SAMPLING]
+        sub_jobs[place] = changed(sub_jobs[place], **changes)
+        with pytest.raises(ConfigurationError) as caught:
+            plan(sub_jobs=sub_jobs).validate()
+        named = str(caught.value.field)
+        assert named.startswith(f"plan.sub_jobs[{place}].")
+        assert named.endswith(field)
+        assert f"plan.sub_jobs[{place}]." in str(caught.value)
+
+    def test_a_key_that_nobody_knows_comes_with_what_may_have_been_meant_and_with_a_way_out(self):
+        with pytest.raises(ConfigurationError, match=r"did you mean training_config\?.*new field of the service"):
+            plan(sub_jobs=[changed(TRAINING, trainng_config={})]).validate()
+
+    def test_adapters_have_to_match_when_weights_are_synced(self):
+        sub_jobs = [
+            changed(TRAINING, training_config__peft_config=adapter(8)),
+            changed(SAMPLING, inference_config__peft_config=adapter(4)),
+        ]
+        assert (
+            field_refused(sub_jobs=sub_jobs, weight_sync_every_steps=2)
+            == "plan.sub_jobs[1].inference_config.peft_config.r"
+        )
+        assert field_refused(sub_jobs=sub_jobs) is None
+        sub_jobs[1] = changed(SAMPLING, inference_config__peft_config=adapter(8))
+        assert field_refused(sub_jobs=sub_jobs, weight_sync_every_steps=2) is None
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"training_config__field_of_next_year": {"x": 1}, "training_config__ds_config": {}},
+            {"training_config__n_gpus": 2.0, "training_config__max_seq_len": 128.0, "seed": 7.0},
+            {"training_config__optimizer": {"type": "FusedAdam", "params": {"lr": 1e-4, "torch_adam": True}}},
+            {"training_config__optimizer": {"name": "AdamW", "foreach": True, "adam_w_mode": True}},
+            {"training_config__peft_config": {}},
+            {"training_config__peft_config": adapter(8, peft_type="LORA")},
+            {"training_config__peft_config": {"r": 8, "target_modules": ["q_proj"], "lora_alpha": 16.0}},
+            {"dtype": "torch.bfloat16"},
+            {"dtype": "float"},
+            {"model_post_init": ["x"], "global_batch_size": 8},
+        ],
+    )
+    def test_what_the_service_reads_is_accepted_and_goes_out_as_it_is(self, changes):
+        sub_job = changed(TRAINING, **changes)
+        given = plan(sub_jobs=[sub_job])
+        given.validate()
+        assert given.to_dict()["sub_jobs"] == [sub_job]
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"idle_timeout_seconds": 0, "pending_timeout_seconds": 300, "hardware": "B300"},
+            {"sub_jobs": [], "job_id": "global training job 7"},
+            {"sub_jobs": [TRAINING, SAMPLING, {**SAMPLING, "job_type": "log_prob"}], "weight_sync_every_steps": 1},
+            {"sub_jobs": [{**SAMPLING, "source_checkpoint_info": {"checkpoint_id": "cp"}}, TRAINING]},
+        ],
+    )
+    def test_good_ones_are_taken(self, changes):
+        plan(**changes).validate()
+
+
+def test_a_bare_learning_rate_is_a_constant_one():
+    assert plan(learning_rate=3e-4).learning_rate == LearningRate("constant", peak=3e-4)
+    assert field_refused(learning_rate=0) == "learning_rate.peak"
+    assert field_refused(learning_rate=-1e-4) == "learning_rate.peak"
+    with pytest.raises(ConfigurationError, match=r"plan\.learning_rate = '3e-4'.*a number.*schedule"):
+        plan(learning_rate="3e-4").validate()
 
 
 def test_learning_rates_follow_their_schedule():
