@@ -441,7 +441,7 @@ def test_a_cleared_task_ends_its_jobs_although_its_data_is_gone(
 ) -> None:
     run, ended = task_run("train"), []
     monkeypatch.setattr(
-        "airflow_cortex_training.operators.train.end_run", lambda settings, root, credentials: ended.append(root) or []
+        "airflow_cortex_training.operators.train.end_run", lambda _, root, *__: ended.append(root) or []
     )
     run.store.set("cortex_training", {"v": 1, "generation": [2, 0], "root": root, "attempt": "a"})
     run.clear()
