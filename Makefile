@@ -105,6 +105,7 @@ bench: $(VENV)/.bench-ready $(PUBLIC_VENV)/.ready
 	$(BIN)/python benchmarks/airflow_parse.py
 	$(BIN)/python benchmarks/airflow_triggers.py
 	$(BIN)/python benchmarks/airflow_tasks.py
+	$(BIN)/python benchmarks/prefect_waits.py --runs 2
 
 # The publication command as one file, for compute nodes that have Python and nothing else.
 cortex-publish.pyz: $(VENV)/.ready $(wildcard cortex_training/publication/*.py) cortex_training/errors.py cortex_training/paths.py

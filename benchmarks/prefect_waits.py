@@ -1,6 +1,6 @@
 """What a flow run costs while it waits for GPUs, suspended and beside a flow that polls.
 
-    python benchmarks/prefect_waits.py [--runs 4]
+    python benchmarks/prefect_waits.py [--runs 4] [--every 5] [--poll 10]
 
 A local service whose GPUs are all taken, a Prefect server, a process worker and a watcher, each a process of its own.
 `--runs` flow runs wait in their processes, and as many are suspended. Then the GPUs are given back.
@@ -8,7 +8,9 @@ A local service whose GPUs are all taken, a Prefect server, a process worker and
 Held: processes that execute the flow runs, and their resident memory (the sum over their processes, so that shared
 pages count in each), once all of them wait. The watcher's memory is told beside it: it is the same for any number of
 runs. Latency: from the moment when the service has placed a job to the moment when its flow run has completed, which
-for a suspended run means that a new process has started. Calls: jobs that the service was asked to create.
+for a suspended run means that a new process has started. Its parts, from the flow run's states: until the watcher has
+resumed the run, until a worker has taken it, until its process executes it, until it has completed. `--every` is the
+watcher's, `--poll` the worker's (PREFECT_WORKER_QUERY_SECONDS). Calls: jobs that the service was asked to create.
 """
 
 from __future__ import annotations
@@ -60,11 +62,9 @@ class Bench:
         self._folder = folder
         os.environ.update(self.server.settings(), PREFECT_LOGGING_TO_API_ENABLED="false")
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        environment = self.server.environment() | {
-            "PREFECT_WORKER_QUERY_SECONDS": "2",
-            "PREFECT_LOCAL_STORAGE_PATH": str(self._folder / "results"),
-        }
+    def start(self, name: str, *arguments: str, **settings: str) -> subprocess.Popen[str]:
+        environment = self.server.environment() | settings
+        environment["PREFECT_LOCAL_STORAGE_PATH"] = str(self._folder / "results")
         with (self._folder / f"{name}.log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -81,13 +81,15 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=4, help="flow runs of each kind (default: 4)")
-    runs = parser.parse_args().runs
+    parser.add_argument("--every", type=float, default=5.0, help="the watcher's seconds between two passes")
+    parser.add_argument("--poll", type=float, default=10.0, help="the worker's seconds between two polls")
+    options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cortex-bench-")))
-        measure(Bench(stack, folder), runs)
+        measure(Bench(stack, folder), options.runs, every_s=options.every, poll_s=options.poll)
 
 
-def measure(bench: Bench, runs: int) -> None:
+def measure(bench: Bench, runs: int, *, every_s: float, poll_s: float) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
@@ -99,8 +101,9 @@ def measure(bench: Bench, runs: int) -> None:
         prefect.create_work_pool(WorkPoolCreate(name="bench", type="process"))
         if bench.start("deploy", "-c", DEPLOY, str(HERE)).wait(PATIENCE_S) != 0:
             raise SystemExit("the flows could not be deployed")
-        bench.start("worker", "-m", "prefect", "worker", "start", "--pool", "bench", "--type", "process")
-        watcher = bench.start("watch", "-m", "prefect_cortex_training", "watch", "--every", "2")
+        worker = ("-m", "prefect", "worker", "start", "--pool", "bench", "--type", "process")
+        bench.start("worker", *worker, PREFECT_WORKER_QUERY_SECONDS=f"{poll_s:g}")
+        watcher = bench.start("watch", "-m", "prefect_cortex_training", "watch", "--every", f"{every_s:g}")
         until(lambda: prefect.read_variable_by_name("cortex_training_watch") is not None, "the watcher")
         blockers = [cortex.create_job_from_body({"sub_job_configs": sub_jobs(8)})["job_id"] for _ in range(GPUS // 8)]
 
@@ -121,9 +124,14 @@ def measure(bench: Bench, runs: int) -> None:
         everybody = [run for kind in started for run in started[kind]]
         until(lambda: follow(prefect, cortex, everybody, placed, ended), "the end of all runs")
         jobs = len(cortex.list_jobs()) - len(blockers)
+        parts = [parts_of(prefect, run, placed[JOBS[run]]) for run in started["suspended"]]
 
     latency = {kind: [ended[run] - placed[JOBS[run]] for run in started[kind]] for kind in started}
     report(runs, held, memory, watching, latency, jobs)
+    print(f"placed to completed when suspended, {every_s:g} s between two passes and {poll_s:g} s between two polls:")
+    for part in PARTS:
+        seconds = [found[part] for found in parts]
+        print(f"  {part:22}{statistics.median(seconds):24.1f}   {min(seconds):.1f} to {max(seconds):.1f}")
 
 
 JOBS: dict[UUID, str] = {}
@@ -132,7 +140,7 @@ JOBS: dict[UUID, str] = {}
 
 def follow(prefect: Any, cortex: Any, runs: list[UUID], placed: dict[str, float], ended: dict[UUID, float]) -> bool:
     """Note whose job was placed and who has completed; True once all have."""
-    now = time.monotonic()
+    now = time.time()
     for job in cortex.list_jobs():
         if job["status"] not in ("pending", "placing", "initializing"):
             placed.setdefault(job["job_id"], now)
@@ -140,6 +148,23 @@ def follow(prefect: Any, cortex: Any, runs: list[UUID], placed: dict[str, float]
         if run not in ended and state_of(prefect, run) == "Completed":
             ended[run] = now
     return len(ended) == len(runs)
+
+
+PARTS = {
+    "watcher": "Resuming",
+    "worker's poll": "Pending",
+    "start of a process": "Running",
+    "flow": "Completed",
+}
+"""The parts of a suspended run's way back, each with the state in which it ends."""
+
+
+def parts_of(prefect: Any, run: UUID, placed: float) -> dict[str, float]:
+    """Seconds of each part, from the moment when the service placed the job."""
+    states = sorted(prefect.read_flow_run_states(run), key=lambda state: state.timestamp)
+    entered = {state.name: state.timestamp.timestamp() for state in states}
+    ends = [placed, *(entered[state] for state in PARTS.values())]
+    return {part: ends[place + 1] - ends[place] for place, part in enumerate(PARTS)}
 
 
 def sub_jobs(n_gpus: int) -> list[dict[str, Any]]:
