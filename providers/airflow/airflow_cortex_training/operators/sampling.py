@@ -13,7 +13,8 @@ from cortex_training.config import JobType, canonical_job_type
 from cortex_training.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from airflow.sdk import Context
+    import jinja2
+    from airflow.sdk import DAG, Context
 
     from cortex_training.client import CortexTrainingClient
 
@@ -78,8 +79,9 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
     """Generate from a job's sampling sub-job and write the completions to a file or to object storage.
 
     Args:
-        prompts: texts, or lists of token ids. They are stored with the rendered fields of the task: give prompts that
-            nobody may read through `prompts_path`.
+        prompts: texts, or lists of token ids. A text without ``{{``, ``{%`` or ``{#`` is sent as it stands, a template
+            keeps its newline at the end, and ``{% raw %}`` protects braces. They are stored with the rendered fields of
+            the task: give prompts that nobody may read through `prompts_path`.
         prompts_path: JSON lines; each line is a text, a list of token ids, or an object with ``prompt``.
         output_path: JSON lines to write, one object per prompt: ``prompt``, ``text``, ``token_ids``, ``finish_reason``
             as the service gives them. It appears under its name when it is whole. Both are paths, or what Airflow's
@@ -128,9 +130,37 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
         self.strict = strict
         self._prompts: list[Any] = []
 
+    def get_template_env(self, dag: DAG | None = None) -> jinja2.Environment:
+        # A prompt's newline at the end is a token like any other; Jinja drops it unless told not to.
+        return super().get_template_env(dag).overlay(keep_trailing_newline=True)
+
+    def render_template(
+        self,
+        content: Any,
+        context: Context,
+        jinja_env: jinja2.Environment | None = None,
+        seen_oids: set[int] | None = None,
+    ) -> Any:
+        """As every operator's, except that prompts which are no templates stay as they are: native rendering would
+        make a number of ``"42"`` and take the quotes off ``"'yes'"``."""
+        if content is not self.prompts or not isinstance(content, (list, tuple)):
+            return super().render_template(content, context, jinja_env, seen_oids)
+        return [
+            super(CortexTrainingGenerateOperator, self).render_template(one, context, jinja_env, seen_oids)
+            if _may_be_template(one)
+            else one
+            for one in content
+        ]
+
     def check(self) -> None:
         if (self.prompts is None) == (not self.prompts_path):
             raise ConfigurationError(f"task {self.task_id}: give either prompts or prompts_path", field="prompts")
+        if isinstance(self.prompts, str):
+            raise ConfigurationError.of(
+                f"task {self.task_id}: prompts",
+                self.prompts[:80],
+                "give a list; a template makes one only with render_template_as_native_obj=True on the DAG",
+            )
         if not self.wait_for_completion:
             raise ConfigurationError(
                 f"task {self.task_id}: wait_for_completion=False would leave the completions to nobody",
@@ -184,6 +214,10 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
                 raise
             raise ConfigurationError.of(field, self.prompts_path, repr(error)) from error
         return prompts
+
+
+def _may_be_template(prompt: Any) -> bool:
+    return not isinstance(prompt, str) or any(sign in prompt for sign in ("{{", "{%", "{#"))
 
 
 def _plain(value: Any) -> Any:
