@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _REMEMBERED = 12
-_FADING = 0.6
-"""How much less a request counts than the one after it: two at a new pace outweigh all that came before."""
+_FADING = 0.5
+"""How much less a request counts than the one after it: the first at a new pace weighs as much as all before it."""
 _APART = 0.25
 """Durations closer than this, in log time, belong to one pace."""
 _USUAL_SPREAD = 0.06
