@@ -1,6 +1,6 @@
 """What the durable training run costs beside the service's own work.
 
-    python benchmarks/training_run.py [--only overhead bucket loop recovery] [--public-python PYTHON]
+    python benchmarks/training_run.py [--only overhead bucket loop recovery] [--public-python PYTHON] [--steps N]
 
 Overhead: a run and the same loop written with the public client 0.0.3, each in a process of its own with a job of its
 own, on a service whose operations take a time that is asked for: lognormal with sigma 10 % around 0.2, 1 and 10 s, and
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(_PARTS), default=list(_PARTS))
     parser.add_argument("--public-python", help="a Python with cortex-training==0.0.3")
     parser.add_argument("--paces", nargs="+", type=float, choices=list(STEPS_AT), default=list(STEPS_AT))
+    parser.add_argument("--steps", type=int, help="of a run, at every pace; by default what takes a few minutes")
     parser.add_argument("--runs", type=int, default=16, help="runs in one event loop")
     parser.add_argument("--waits", type=int, default=1000, help="waits beside them")
     parser.add_argument("--kills", type=int, default=20)
@@ -67,6 +68,8 @@ def main() -> None:
     if options.drive:
         print(json.dumps(_DRIVERS[options.drive](options.orders)))
         return
+    if options.steps:
+        STEPS_AT.update(dict.fromkeys(options.paces, options.steps))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for part in options.only:
             _PARTS[part](options, Path(folder))
