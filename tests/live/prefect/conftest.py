@@ -68,13 +68,13 @@ class Live:
 
     def watch(self, name: str = "watch", *options: str) -> None:
         self.start(name, "-m", "prefect_cortex_training", "watch", "--every", "1", *options)
-        self._wait_for(WATCHERS)
+        self.wait_for_presence(WATCHERS)
 
     def drive(self, name: str = "drive") -> None:
         self.start(name, "-m", "prefect_cortex_training", "drive", "--every", "1")
-        self._wait_for(DRIVERS)
+        self.wait_for_presence(DRIVERS)
 
-    def _wait_for(self, name: str) -> None:
+    def wait_for_presence(self, name: str) -> None:
         wait_until(lambda: run_to_end(somebody_is_there(name)), f"somebody in {name}")
 
     def worker(self, name: str = "worker") -> None:
@@ -193,11 +193,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
                 client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
             names = [
                 "waits_for_the_queue",
-                "waits_for_the_queue_without_cleanup",
                 "awaits_the_queue",
+                "waits_for_capacity",
                 "holds_a_job",
+                "starts_another",
+                "goes_task_by_task",
                 "asks_a_person",
                 "trains",
+                "trains_on_slots",
+                "queues_on_slots",
+                "holds_slots",
                 "makes_a_candidate",
             ]
             live.deploy(HERE / FLOWS, *names)
