@@ -58,7 +58,7 @@ async def run(
         plan.validate()
         await _check_against_model(plan, client, dataset)
         store = await offload(open_root, plan.root, plan.credentials)
-        training = None if plan.owns_job else await _training_sub_job(client, plan.job_id or "")
+        training = None if plan.owns_job else await _training_sub_job(client, plan)
         manifest = dataset.manifest
         identity = plan.identity(
             dataset_sha256=manifest.content_sha256, frame_version=manifest.frame_version, training_sub_job=training
@@ -74,7 +74,7 @@ async def run(
             raise
         except RunFailed as failed:
             said = await _last_error_lines(driver)
-            await _end_owned_job(driver)
+            said += await _end_owned_job(driver)
             await _release(driver)
             raise RunFailed("\n".join([str(failed), *said])) from failed
         except BaseException:
@@ -128,6 +128,7 @@ async def _train_segment(driver: Driver, frames: Frames) -> None:
     plan = driver.plan
     ahead = Ahead(driver, frames)
     await operations.read_count(driver)
+    await _sync_base(driver)
     while True:
         segment = driver.segment
         step = segment.confirmed_step
@@ -225,9 +226,19 @@ async def _finish(driver: Driver) -> TrainingResult:
     )
 
 
-async def _end_owned_job(driver: Driver) -> None:
-    if driver.state.current is not None and driver.segment.owned:
+async def _end_owned_job(driver: Driver) -> list[str]:
+    """Cancel the job of a run that failed. That it could not be cancelled is told and not raised: a person needs to
+    know why the run failed, most of all when the service is out of reach.
+    """
+    if driver.state.current is None or not driver.segment.owned:
+        return []
+    try:
         await segments.cancel(driver, driver.segment.job_id)
+    except Superseded:
+        raise
+    except CortexTrainingError as problem:
+        return [f"job {driver.segment.job_id} is still alive, because it could not be cancelled: {problem}"]
+    return []
 
 
 async def _last_error_lines(driver: Driver) -> list[str]:
@@ -259,18 +270,27 @@ async def _require_no_divergence(driver: Driver, step: int, loss: float) -> None
 
 async def _check_against_model(plan: TrainingPlan, client: AsyncCortexTrainingClient, dataset: Dataset) -> None:
     """Refuse sequences that are longer than the model's window before a job is created."""
-    training = plan.training_sub_job if plan.owns_job else await _training_sub_job(client, plan.job_id or "")
+    training = plan.training_sub_job if plan.owns_job else await _training_sub_job(client, plan)
     window = (training or {}).get("training_config", {}).get("max_seq_len")
     if window is not None:
         check_window(dataset.manifest, int(window))
 
 
-async def _training_sub_job(client: AsyncCortexTrainingClient, job_id: str) -> dict[str, Any]:
+async def _training_sub_job(client: AsyncCortexTrainingClient, plan: TrainingPlan) -> dict[str, Any]:
+    """The training sub-job of somebody else's job, which has to hold all that the plan needs."""
+    job_id = plan.job_id or ""
     try:
         job = await client.get_job(job_id)
     except NotFoundError:
         raise ConfigurationError.of("plan.job_id", job_id, "the service knows no such job; create it first") from None
-    for sub_job in job.get("sub_jobs", []):
+    sub_jobs = job.get("sub_jobs", [])
+    if plan.weight_sync_every_steps is not None and not any(s.get("job_type") == "sampling" for s in sub_jobs):
+        raise ConfigurationError.of(
+            "plan.weight_sync_every_steps",
+            plan.weight_sync_every_steps,
+            f"job {job_id} has no sampling sub-job; create it with one, or leave this out",
+        )
+    for sub_job in sub_jobs:
         if sub_job.get("job_type") == "training":
             return dict(sub_job)
     raise ConfigurationError.of(
@@ -278,8 +298,19 @@ async def _training_sub_job(client: AsyncCortexTrainingClient, job_id: str) -> d
     )
 
 
+async def _sync_base(driver: Driver) -> None:
+    """Give the samplers of a segment that starts from a save its weights: a new job's samplers begin with the base
+    model's, and whoever generates would fall back to these until the next sync.
+    """
+    segment = driver.segment
+    if driver.plan.weight_sync_every_steps is None or segment.base is None:
+        return
+    if segment.confirmed_step == segment.start_step and not segment.done("weight_sync"):
+        await operations.weight_sync(driver, segment.start_step)
+
+
 def _sync_due(driver: Driver, step: int, last: bool) -> bool:
     every = driver.plan.weight_sync_every_steps
     if every is None or not (last or step % every == 0):
         return False
-    return not any(o.status == "done" for o in driver.segment.of("weight_sync", step))
+    return not driver.segment.done("weight_sync", step)

@@ -172,34 +172,32 @@ async def save(driver: Driver, step: int) -> None:
 
 
 async def weight_sync(driver: Driver, step: int) -> None:
-    """Copy the training weights to every sampling sub-job of the job. Repeating it is harmless."""
+    """Copy the training weights to every sampling sub-job of the job. Repeating it is harmless.
+
+    A sync that failed, or that the service forgot, is sent again, as often as a forward-backward would be; raises
+    RunFailed then, `SegmentLost` when the job or one of its sub-jobs is lost.
+    """
     segment = driver.segment
-    job = await driver.job() or {}
-    targets = [
-        s["sub_job_id"]
-        for s in job.get("sub_jobs", [])
-        if s.get("job_type") == "sampling" and isinstance(s.get("sub_job_id"), str)
-    ]
-    training: dict[str, Any] = next((s for s in job.get("sub_jobs", []) if s.get("job_type") == "training"), {})
-    lora = bool((training.get("training_config") or {}).get("peft_config"))
-    operation = await driver.submit(
-        "weight_sync",
-        step,
-        partial(
+    while True:
+        job = await driver.job() or {}
+        sub_jobs = [s for s in job.get("sub_jobs", []) if isinstance(s.get("sub_job_id"), str)]
+        training: dict[str, Any] = next((s for s in sub_jobs if s.get("job_type") == "training"), {})
+        call = partial(
             driver.client.weight_sync,
             segment.job_id,
-            f"{segment.job_id}:training:0",
-            targets,
-            weight_format="lora" if lora else None,
-        ),
-        repeatable=True,
-    )
-    try:
-        await driver.result(operation)
-    except (RequestFailed, NotFoundError) as error:
-        await _close(driver, operation, "failed", {"error": str(error)[:500]})
-        raise RunFailed(f"the weight sync after step {step} failed on job {segment.job_id}: {error}") from error
-    await _close(driver, operation, "done", {})
+            training.get("sub_job_id", f"{segment.job_id}:training:0"),
+            [s["sub_job_id"] for s in sub_jobs if s.get("job_type") == "sampling"],
+            weight_format="lora" if (training.get("training_config") or {}).get("peft_config") else None,
+        )
+        failed = segment.failures("weight_sync", step)
+        operation = await driver.submit("weight_sync", step, call, attempt=failed, repeatable=True)
+        try:
+            await driver.result(operation)
+        except (RequestFailed, NotFoundError) as error:
+            await _failed(driver, operation, error, f"the weight sync after step {step}")
+        else:
+            await _close(driver, operation, "done", {})
+            return
 
 
 async def load(driver: Driver) -> None:
@@ -267,7 +265,8 @@ async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operatio
         found, operation = await _try_to_save(driver, step)
         if found is not None:
             return _saved(driver, found), operation
-        await _close(driver, operation, "refused", {})
+        if driver.state.operation(operation.number).status == "open":
+            await _close(driver, operation, "refused", {})
         await driver.pause(pause_s)
     raise RunFailed(
         f"{driver.store.root}: {len(SAVE_PAUSES_S)} saves after step {step} of job {driver.segment.job_id} got no "
@@ -292,8 +291,8 @@ async def _try_to_save(driver: Driver, step: int) -> tuple[dict[str, Any] | None
     except NotFoundError:
         return None, operation
     except RequestFailed as error:
-        await _close(driver, operation, "failed", {"error": error.error[:500]})
-        raise RunFailed(f"the save after step {step} failed on job {segment.job_id}: {error}") from error
+        await _failed(driver, operation, error, f"the save after step {step}")
+        return None, operation
     identifier = checkpoint_id(result)
     for found in await _checkpoints(driver):
         if found["checkpoint_id"] == identifier:
@@ -374,6 +373,17 @@ async def _require_expected_count(driver: Driver, operation: Operation, saved: d
             f"a save after step {operation.step} has global_steps {found} where {operation.step + segment.offset} was "
             "expected"
         )
+
+
+async def _failed(driver: Driver, operation: Operation, error: Exception, what: str) -> None:
+    """Record that the service failed what may be sent again; raises RunFailed once the plan has no attempt left."""
+    await _close(driver, operation, "failed", {"error": str(error)[:500]})
+    await driver.raise_if_job_lost(str(error))
+    failures = driver.segment.failures(operation.op, operation.step)
+    if failures >= driver.plan.max_attempts:
+        times = "once" if failures == 1 else f"{failures} times"
+        raise RunFailed(f"{what} failed {times} on job {driver.segment.job_id}: {error}") from error
+    driver.tell("recover", message=f"{what} failed, and is sent again: {error}")
 
 
 def _open(driver: Driver, op: str, step: int) -> Operation:

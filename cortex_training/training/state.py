@@ -192,6 +192,12 @@ class Segment:
         """The saves that hold the weights of their step; one that only settled a doubt says less."""
         return [o for o in self.of("save", step) if o.status == "done" and not o.result.get("settles")]
 
+    def done(self, op: str, step: int | None = None) -> bool:
+        return any(o.status == "done" for o in self.of(op, step))
+
+    def failures(self, op: str, step: int) -> int:
+        return sum(1 for o in self.of(op, step) if o.status == "failed")
+
     def attempts_failed(self, step: int, micro_batch: int) -> int:
         return sum(
             1 for o in self.of("forward_backward", step) if o.micro_batch == micro_batch and o.status == "failed"
