@@ -143,7 +143,8 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("operators.request_leg", "operators.train", "operators.jobs", "sensors.base"):
+    modules = ("operators.request_leg", "operators.router_replay", "operators.train", "operators.jobs", "sensors.base")
+    for module in modules:
         monkeypatch.setattr(importlib.import_module(f"airflow_cortex_training.{module}"), "DEFER_GRACE_S", 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,15 @@ from airflow_cortex_training.operators.upkeep import (
     CortexTrainingDownloadLogsOperator,
     CortexTrainingSweepJobsOperator,
 )
+from airflow_cortex_training.triggers.drains import CortexTrainingDrainTrigger
+from cortex_training.aio import AsyncCortexTrainingClient
 from cortex_training.client import CortexTrainingClient
+from cortex_training.errors import ConflictError, DeadlineExceeded
+from tests.airflow.conftest import fire, stored
 from tests.airflow.test_operators import PARKED, SAMPLING, TRAINING
+from tests.faults.proxy import FaultProxy
+
+STILL_SAMPLING = r"POST .*/operation"
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +218,93 @@ class TestSamplingSide:
         assert run.execute(reset) == {"job_id": job_id}
         run.retry()
         assert run.execute(reset) == {"job_id": job_id}
+
+    @pytest.mark.parametrize("deferrable", [True, False])
+    def test_a_cache_is_emptied_when_sampling_has_drained(
+        self, task_run, connection, local_service, job_id, no_grace, deferrable
+    ) -> None:
+        with FaultProxy(local_service.base_url) as proxy:
+            run, reset = task_run("reset"), self._reset(connection, local_service, proxy, job_id, deferrable)
+            proxy.add(STILL_SAMPLING, "answer", times=2 if deferrable else 0, status=409, body={"message": "sampling"})
+            assert run.execute(reset) == {"job_id": job_id}
+            assert proxy.count(STILL_SAMPLING) == (3 if deferrable else 1)
+        assert [event["status"] for event in run.events] == (["settled"] if deferrable else [])
+
+    @pytest.mark.parametrize("deferrable", [True, False])
+    def test_sampling_that_does_not_drain_is_given_up(
+        self, task_run, connection, local_service, job_id, no_grace, deferrable
+    ) -> None:
+        with FaultProxy(local_service.base_url) as proxy:
+            reset = self._reset(connection, local_service, proxy, job_id, deferrable, drain_timeout_s=1.0)
+            proxy.add(STILL_SAMPLING, "answer", times=1000, status=409, body={"message": "sampling"})
+            with pytest.raises(DeadlineExceeded, match=f"{job_id}: it was still sampling after 1 s"):
+                task_run("reset").execute(reset)
+
+    @pytest.mark.parametrize("deferrable", [True, False])
+    def test_a_job_that_ended_fails_the_drain_for_good(
+        self, task_run, connection, local_service, client, deferrable
+    ) -> None:
+        job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(PARKED)]})["job_id"]
+        with FaultProxy(local_service.base_url) as proxy:
+            reset = self._reset(connection, local_service, proxy, job_id, deferrable)
+            proxy.add(STILL_SAMPLING, "answer", times=1000, status=409, body={"message": "sampling"})
+            client.cancel_job(job_id)
+            with pytest.raises(AirflowFailException, match=f"{job_id} is 'cancel"):
+                task_run("reset").execute(reset)
+
+    async def test_a_trigger_of_a_drain_tells_of_an_ended_job(self, service_connection, client) -> None:
+        job_id = client.create_job_from_body({"sub_job_configs": [copy.deepcopy(PARKED)]})["job_id"]
+        client.cancel_job(job_id)
+        now = time.time()
+        trigger = CortexTrainingDrainTrigger(
+            target={"conn_id": service_connection},
+            job_id=job_id,
+            sub_job_id=None,
+            started=now,
+            not_before=now,
+            deadline=now + 30,
+        )
+        told = await fire(stored(trigger))
+        assert told["status"] == "ended"
+        assert told["state"].startswith(("cancel", "terminat"))
+
+    def test_a_drain_that_became_a_request_is_waited_for(
+        self, task_run, service_connection, client, job_id, no_grace, monkeypatch
+    ) -> None:
+        sent: list[str] = []
+
+        def busy(self: CortexTrainingClient, job_id: str, **_: Any) -> dict[str, Any]:
+            raise ConflictError(status=409, message="sampling")
+
+        async def as_request(self: AsyncCortexTrainingClient, job_id: str, **_: Any) -> dict[str, Any]:
+            sent.append(client.save(job_id, None, "resumable"))
+            return {"request_id": sent[-1]}
+
+        monkeypatch.setattr(CortexTrainingClient, "reset_prefix_cache", busy)
+        monkeypatch.setattr(AsyncCortexTrainingClient, "reset_prefix_cache", as_request)
+        reset = CortexTrainingResetPrefixCacheOperator(
+            task_id="reset",
+            conn_id=service_connection,
+            job_id=job_id,
+            deferrable=True,
+            inline_s=60.0,
+            drain_timeout_s=90.0,
+        )
+        run = task_run("reset")
+        assert run.execute(reset) == {"job_id": job_id}
+        assert run.store.get("cortex_training")["request_id"] == sent[0]
+        assert len(sent) == 1
+
+    @staticmethod
+    def _reset(
+        connection, local_service, proxy, job_id: str, deferrable: bool, **arguments: Any
+    ) -> CortexTrainingResetPrefixCacheOperator:
+        conn_id = connection(
+            "behind", host=proxy.base_url, database=local_service.database, schema=local_service.schema
+        )
+        return CortexTrainingResetPrefixCacheOperator(
+            task_id="reset", conn_id=conn_id, job_id=job_id, deferrable=deferrable, inline_s=0.1, **arguments
+        )
 
     def test_router_replay(self, task_run, service_connection, job_id) -> None:
         bootstrap = CortexTrainingBootstrapRouterReplayOperator(

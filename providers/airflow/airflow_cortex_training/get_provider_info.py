@@ -36,6 +36,7 @@ def get_provider_info() -> dict[str, Any]:
             _modules(
                 "triggers.jobs",
                 "triggers.job_ends",
+                "triggers.drains",
                 "triggers.requests",
                 "triggers.train",
                 "triggers.capacity",

@@ -82,13 +82,15 @@ class CortexTrainingHook(BaseHook):
         """A client for who looks again by himself, at his own pace: every call is tried once, and not for long."""
         return self._client(self.settings(), request_timeout=LOOK_TIMEOUTS_S, max_retries=0)
 
-    async def get_async_client(self, session: ClientSession | None = None) -> AsyncCortexTrainingClient:
-        """An asynchronous client of the running loop; on a `session` given, which it does not close."""
+    async def get_async_client(self, session: ClientSession | None = None, **options: Any) -> AsyncCortexTrainingClient:
+        """An asynchronous client of the running loop; on a `session` given, which it does not close. `options` are
+        those of the client."""
         from cortex_training.aio import AsyncCortexTrainingClient
 
         settings = await self.asettings()
         # In a thread: a reused OAuth login asks for its first token here.
-        return AsyncCortexTrainingClient(**await asyncio.to_thread(settings.client_arguments), session=session)
+        arguments = await asyncio.to_thread(settings.client_arguments)
+        return AsyncCortexTrainingClient(**arguments, session=session, **options)
 
     def settings(self) -> ConnectionSettings:
         connection = self._connection(self.conn_id)

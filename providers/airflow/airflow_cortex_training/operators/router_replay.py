@@ -6,13 +6,21 @@ instead, that is waited for like any other. Each may be repeated without harm, s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cortex_training.durable import DurableRecord
+from airflow_cortex_training.operators.base import BACKSTOP_S, DEFER_GRACE_S
 from airflow_cortex_training.operators.request_leg import CortexTrainingRequestOperator
+from airflow_cortex_training.triggers.drains import CortexTrainingDrainTrigger
+from airflow_cortex_training.triggers.events import Status, is_of_another_wait
 from cortex_training.config import JobType, canonical_job_type
-from cortex_training.errors import ConfigurationError
+from cortex_training.errors import ConfigurationError, ConflictError, DeadlineExceeded, JobFailed
+from cortex_training.states import is_terminal_job, job_state
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -124,9 +132,9 @@ class CortexTrainingResetPrefixCacheOperator(CortexTrainingRequestOperator):
     Args:
         job_id: a running job with a sampling sub-job.
         sub_job_id: default the job's first sampling sub-job.
-        drain: wait for what is being generated first. The service holds its answer back meanwhile, so the worker
-            waits with it: keep `drain_timeout_s` short.
-        drain_timeout_s: how long the service may wait for that, seconds.
+        drain: wait for what is being generated first; in the triggerer when the task is deferrable and it takes longer
+            than `inline_s`.
+        drain_timeout_s: how long to wait for that, seconds; ``execution_timeout`` shortens it.
 
     Returns (XCom): ``job_id``.
     """
@@ -142,15 +150,83 @@ class CortexTrainingResetPrefixCacheOperator(CortexTrainingRequestOperator):
         self.drain = drain
         self.drain_timeout_s = drain_timeout_s
 
+    def check(self) -> None:
+        try:
+            self.drain_timeout_s = float(self.drain_timeout_s)
+        except (TypeError, ValueError):
+            raise ConfigurationError.of(
+                f"task {self.task_id}: drain_timeout_s", self.drain_timeout_s, "give a number of seconds"
+            ) from None
+
     def submit(self, client: CortexTrainingClient, intent: Mapping[str, Any]) -> str | dict[str, Any]:
-        return _request_or_result(
-            client.reset_prefix_cache(
-                self.job_id, sub_job_id=self.sub_job_id, drain=self.drain, timeout_s=float(self.drain_timeout_s)
+        limit_s = self.time_limit_s(self.drain_timeout_s)
+        wait_s = min(self.inline_s, limit_s) if self.drain and self.deferrable else limit_s
+        try:
+            reply = client.reset_prefix_cache(
+                self.job_id, sub_job_id=self.sub_job_id, drain=self.drain, timeout_s=wait_s
             )
+        except ConflictError:
+            job = client.get_job(self.job_id)
+            if is_terminal_job(job.get("status")):
+                raise _job_ended(self.job_id, job) from None
+            if not self.drain:
+                raise
+            if wait_s >= limit_s:
+                raise self._still_sampling() from None
+            self._defer_drain(limit_s - wait_s)
+        return _request_or_result(reply)
+
+    def _defer_drain(self, left_s: float) -> NoReturn:
+        now = time.time()
+        self.defer(
+            trigger=CortexTrainingDrainTrigger(
+                target=self.target.to_kwargs(),
+                job_id=self.job_id,
+                sub_job_id=self.sub_job_id,
+                started=now,
+                not_before=now + DEFER_GRACE_S,
+                deadline=now + left_s,
+            ),
+            method_name="drained",
+            kwargs={"job_id": self.job_id},
+            timeout=timedelta(seconds=left_s + BACKSTOP_S),
         )
+
+    def drained(self, context: Context, event: dict[str, Any] | None = None, job_id: str | None = None) -> Any:
+        """The worker leg after the drain. An event about another job is no word about this one."""
+        event = event or {}
+        self.job_id = job_id or event.get("job_id") or self.job_id
+        request_id, status = event.get("request_id"), event.get("status", Status.SETTLED)
+        if is_of_another_wait(event, job_id=self.job_id):
+            self.log.warning("draining again: %s is about another job than %s", event, self.job_id)
+            return self.execute(context)
+        if request_id:
+            # The deployment made a request of the call: that is what is waited for now.
+            DurableRecord(context).update(request_id=request_id, started=time.time())
+            return self.execute(context)
+        if status == Status.SETTLED:
+            return {"job_id": self.job_id}
+        if status == Status.TIMEOUT:
+            raise self._still_sampling()
+        error = str(event.get("error") or "")
+        if status == Status.ENDED:
+            raise AirflowFailException(str(_job_ended(self.job_id, {"status": event.get("state"), "reason": error})))
+        raise AirflowFailException(f"{self.operation} of job {self.job_id}: {error or 'the wait ended'}")
 
     def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
         return {"job_id": self.job_id}
+
+    def _still_sampling(self) -> DeadlineExceeded:
+        limit_s = self.time_limit_s(self.drain_timeout_s)
+        return DeadlineExceeded(
+            f"{self.operation} of job {self.job_id}: it was still sampling after {limit_s:g} s, and its cache is as it "
+            "was; a retry waits again, drain=False does not wait",
+            timeout_s=limit_s,
+        )
+
+
+def _job_ended(job_id: str, job: Mapping[str, Any]) -> JobFailed:
+    return JobFailed(job_id=job_id, state=str(job_state(job.get("status"))), reason=str(job.get("reason") or ""))
 
 
 def _request_or_result(reply: Mapping[str, Any]) -> str | dict[str, Any]:

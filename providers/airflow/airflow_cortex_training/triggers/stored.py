@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-TRIGGER_VERSION = 3
+TRIGGER_VERSION = 4
 """The highest version of kwargs that is read here. A trigger class writes the one at which its own fields last changed.
 
 1: the first. 2: job and training triggers got ``cancel_on_kill``, job triggers ``generation``. 3: the trigger of jobs
-that end.
+that end. 4: the trigger of drains.
 """
 
 
