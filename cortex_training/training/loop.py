@@ -21,7 +21,7 @@ from cortex_training.training.journal import Superseded
 from cortex_training.training.last_words import last_error_lines, service_log
 from cortex_training.training.offload import offload, run_slot, unbroken
 from cortex_training.training.plan import TrainingPlan
-from cortex_training.training.progress import ProgressCallback, RunFailed, TrainingResult
+from cortex_training.training.progress import ProgressCallback, RunFailed, RunInterrupted, TrainingResult
 from cortex_training.training.root import claim_identity, open_root
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ async def run(
             driver, and ended by `end_run` or its own idle timeout.
     """
     plan.validate()
-    async with run_slot():
+    async with run_slot(stop) as free:
+        if not free:
+            raise RunInterrupted(f"{plan.root}: told to stop before it began")
         dataset = await offload(Dataset.open, plan.dataset)
         batches = dataset.batches(plan.micro_batch_size, plan.micro_batches_per_step, plan.seed)
         plan = plan.with_steps(batches.steps_per_pass)

@@ -7,9 +7,10 @@ one small pool for the whole process, and only so many runs may be under way at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,9 +46,23 @@ async def unbroken(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
         raise
 
 
-def run_slot() -> asyncio.Semaphore:
-    """The semaphore that bounds the runs of this event loop."""
-    loop = asyncio.get_running_loop()
-    if loop not in _SLOTS:
-        _SLOTS[loop] = asyncio.Semaphore(MAX_RUNS)
-    return _SLOTS[loop]
+@contextlib.asynccontextmanager
+async def run_slot(stop: asyncio.Event | None = None) -> AsyncIterator[bool]:
+    """A place among the `MAX_RUNS` runs of this event loop, waited for in turn; False when `stop` was set first.
+
+    A run that was told to stop while it waited must not get the place later: by then its successor drives.
+    """
+    slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_RUNS))
+    got = asyncio.ensure_future(slots.acquire())
+    told = asyncio.ensure_future(stop.wait()) if stop is not None else None
+    try:
+        await asyncio.wait({got, told} if told else {got}, return_when=asyncio.FIRST_COMPLETED)
+        yield got.done() and not (stop is not None and stop.is_set())
+    finally:
+        if told is not None:
+            told.cancel()
+        if got.done() and not got.cancelled():
+            slots.release()
+        else:
+            # What is cancelled in the moment it gets a place gives it back by itself.
+            got.cancel()
