@@ -9,10 +9,13 @@ killed, asked to stop, frozen, or left without disk.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import math
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
@@ -34,7 +37,8 @@ class Hit:
 @dataclass(frozen=True)
 class Orders:
     """What shall happen to one driver. `window_s` shortens the sending window, so that takeovers need less patience;
-    `chunk_payload_bytes` makes a batch go out in chunks of so many bytes.
+    `chunk_payload_bytes` makes a batch go out in chunks of so many bytes, `pack_records` makes packs of so many
+    records. The batch whose frame has the SHA-256 `spoiled_frame` answers a loss that is no number, whoever sends it.
     """
 
     hits: tuple[Hit, ...] = ()
@@ -42,6 +46,8 @@ class Orders:
     window_s: float = 1.0
     mistake: str | None = None
     chunk_payload_bytes: int | None = None
+    pack_records: int | None = None
+    spoiled_frame: str | None = None
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -61,12 +67,12 @@ class Points:
     failing_writes: int = 0
     _passed: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def passes(self, point: str) -> None:
-        key = (point, self.step)
+    def passes(self, point: str, step: int | None = None) -> None:
+        key = (point, self.step if step is None else step)
         self._passed[key] = self._passed.get(key, 0) + 1
         if self.orders.trace is not None:
             with open(self.orders.trace, "a", encoding="utf-8") as trace:
-                trace.write(json.dumps([point, self.step]) + "\n")
+                trace.write(json.dumps(key) + "\n")
         for hit in self.orders.hits:
             if (hit.point, hit.step, hit.nth) == (*key, self._passed[key]):
                 self._strike(hit.action)
@@ -87,9 +93,21 @@ def watch_the_store(points: Points) -> None:
     from cortex_training.publication.s3 import S3Store
     from cortex_training.publication.store import PosixStore
 
+    packing = threading.local()
+
     def around(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
         @wraps(method)
         def wrapped(store: Any, name: str, *rest: Any) -> Any:
+            if name.startswith("journal/packed/") or (verb, name.partition("/")[0]) == ("remove", "journal"):
+                # Packing goes on beside the training, so it is at no step.
+                packing.on = True
+                try:
+                    points.passes(f"before {verb} packed", 0)
+                    done = method(store, name, *rest)
+                    points.passes(f"after {verb} packed", 0)
+                finally:
+                    packing.on = False
+                return done
             what, step = describe(store, verb, name, *rest)
             if step is not None:
                 points.step = step
@@ -103,6 +121,23 @@ def watch_the_store(points: Points) -> None:
     for kind in (PosixStore, S3Store):
         for verb in ("create", "write", "remove"):
             setattr(kind, verb, around(getattr(kind, verb), verb))
+
+    def inside(name: str) -> None:
+        call = getattr(os, name)
+
+        @wraps(call)
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            if not getattr(packing, "on", False):
+                return call(*arguments, **named)
+            points.passes(f"before {name} packed", 0)
+            done = call(*arguments, **named)
+            points.passes(f"after {name} packed", 0)
+            return done
+
+        setattr(os, name, wrapped)
+
+    for name in ("mkdir", "fsync", "link", "unlink"):
+        inside(name)
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -125,13 +160,22 @@ def describe(store: Any, verb: str, name: str, data: bytes = b"") -> tuple[str, 
         record = json.loads(data)
         about = record if record["type"] == "intent" else {}
         if record["type"] in ("sent", "outcome"):
-            about = json.loads(store.read(f"journal/{record['intent']:020d}"))
+            about = read_intent(store, record["intent"])
         words = [record["type"], about.get("op"), record.get("status")]
         return "record " + " ".join(word for word in words if word), about.get("step")
     if folder == "pub":
         return ("publish entry" if verb == "create" else "withdraw entry"), None
     known = {"epochs": "claim epoch", "run.json": "write identity", "exec": "write manifest"}
     return known.get(folder, f"{verb} {name}"), None
+
+
+def read_intent(store: Any, number: int) -> dict[str, Any]:
+    """An intent, which may have been packed since."""
+    try:
+        return dict(json.loads(store.read(f"journal/{number:020d}")))
+    except FileNotFoundError:
+        packs = [json.loads(store.read(f"journal/packed/{name}")) for name in store.names("journal/packed")]
+        return next(record for pack in packs for record in pack["records"] if record["number"] == number)
 
 
 def watch_the_transport(points: Points) -> None:
@@ -176,10 +220,29 @@ def send_small_chunks(payload_bytes: int) -> None:
     training.ChunkedCall = partial(training.ChunkedCall, max_bytes=CHUNK_OVERHEAD_BYTES + payload_bytes)
 
 
+def spoil_a_batch(frame_sha256: str) -> None:
+    from cortex_training.aio import AsyncCortexTrainingClient as Client
+
+    send, poll = Client.forward_backward, Client.poll_request
+    spoiled: set[str] = set()
+
+    async def sending(self: Any, job_id: str, data: bytes, **options: Any) -> str:
+        request_id = await send(self, job_id, data, **options)
+        if hashlib.sha256(data).hexdigest() == frame_sha256:
+            spoiled.add(request_id)
+        return request_id
+
+    async def polling(self: Any, job_id: str, request_id: str, **options: Any) -> Any:
+        result = await poll(self, job_id, request_id, **options)
+        return {**result, "avg_loss": math.nan} if request_id in spoiled else result
+
+    Client.forward_backward, Client.poll_request = sending, polling
+
+
 def main() -> int:
     orders = Orders.from_environment()
     from cortex_training.cli import main as command
-    from cortex_training.training import driver
+    from cortex_training.training import driver, packs
 
     driver.SEND_WINDOW_S = orders.window_s
     points = Points(orders)
@@ -189,6 +252,10 @@ def main() -> int:
         MISTAKES[orders.mistake].plant()
     if orders.chunk_payload_bytes is not None:
         send_small_chunks(orders.chunk_payload_bytes)
+    if orders.spoiled_frame is not None:
+        spoil_a_batch(orders.spoiled_frame)
+    if orders.pack_records is not None:
+        packs.PACK_RECORDS, packs._REMOVED_AT_ONCE = orders.pack_records, 4
     watch_the_store(points)
     watch_the_transport(points)
     return command()

@@ -92,6 +92,8 @@ class Scene:
         self.restored = True
         self.mistake: str | None = None
         self.chunk_payload_bytes: int | None = None
+        self.pack_records: int | None = None
+        self.spoiled_frame: str | None = None
         # Far beyond what a driver needs on a busy machine: only one that hangs is not done by then.
         self.patience_s = 240.0
         self.environment: dict[str, str] = {}
@@ -121,7 +123,15 @@ class Scene:
         self._plan_file.write_text(json.dumps(plan))
 
     def start(self, *hits: Hit, trace: Path | None = None, window_s: float = 1.0) -> Child:
-        orders = Orders(tuple(hits), str(trace) if trace else None, window_s, self.mistake, self.chunk_payload_bytes)
+        orders = Orders(
+            tuple(hits),
+            str(trace) if trace else None,
+            window_s,
+            self.mistake,
+            self.chunk_payload_bytes,
+            self.pack_records,
+            self.spoiled_frame,
+        )
         arguments = ["cortex-training", *self.connection, "train", str(self._plan_file)]
         return Child(arguments, {**self.environment, "FAULTS": orders.to_environment()})
 

@@ -62,8 +62,8 @@ class Evidence:
         """`restored`: the service's step counter goes on where the checkpoint's was, else each job counts from 0."""
         self.root = root
         self.restored = restored
-        self.records = [json.loads(p.read_text()) for p in sorted((root / "journal").glob("[0-9]*"))]
-        self.numbers = [int(p.name) for p in sorted((root / "journal").glob("[0-9]*"))]
+        journal = _journal(root / "journal")
+        self.numbers, self.records = list(journal), list(journal.values())
         self.segments = _segments(self.numbers, self.records)
         jobs = {s.job_id for s in self.segments}
         self.log = [r for r in log if r["job_id"] in jobs]
@@ -101,7 +101,8 @@ def check_end(evidence: Evidence, reference: Reference, service: Any, result: di
         raise Wrong(f"the last step was not published; the latest publication is {latest}")
     for publication in evidence.publications:
         found = weights_of(service, publication.manifest)
-        _equal_weights(found, reference.weights[publication.step], f"published step {publication.step}")
+        expected = reference.of_segment(publication.manifest["segment"]).weights[publication.step]
+        _equal_weights(found, expected, f"published step {publication.step}")
     _metrics(evidence, reference)
     _nothing_alive(evidence, service)
 
@@ -118,6 +119,14 @@ def weights_of(service: Any, manifest: dict[str, Any]) -> Weights:
 def replayed(evidence: Evidence, reference: Reference) -> int:
     """Steps that were executed beyond the planned ones; that the journal admits them was checked step by step."""
     return sum(len(evidence.executed("step", s.job_id)) for s in evidence.segments) - reference.steps
+
+
+def _journal(folder: Path) -> dict[int, dict[str, Any]]:
+    """Records by number: what a pack holds counts, and everything else is in a file of its own."""
+    found = {int(path.name): json.loads(path.read_text()) for path in folder.glob("[0-9]*")}
+    for path in folder.glob("packed/[0-9]*"):
+        found.update((record["number"], record) for record in json.loads(path.read_text())["records"])
+    return dict(sorted(found.items()))
 
 
 def _segments(numbers: list[int], records: list[dict[str, Any]]) -> list[Lineage]:
@@ -185,6 +194,7 @@ def _steps_once(evidence: Evidence, segment: Lineage, doubled: int) -> None:
 
 def _steps_make_the_weights(evidence: Evidence, segment: Lineage, reference: Reference) -> None:
     """Every confirmed step left the weights that the reference has there, whether they were ever saved or not."""
+    reference = reference.of_segment(segment.number)
     executed = evidence.executed("step", segment.job_id)
     for step, record in zip(sorted(segment.confirmed), executed, strict=False):
         found = record.get("weights_sha256")
@@ -196,6 +206,7 @@ def _steps_make_the_weights(evidence: Evidence, segment: Lineage, reference: Ref
 
 def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, doubled: int) -> None:
     """Every forward-backward is the one that the reference makes there, on the weights that it has there."""
+    reference = reference.of_segment(segment.number)
     names = {
         group_id(segment.job_id, segment.number, step, micro_batch, attempt): (step, micro_batch)
         for step, micro_batch in reference.losses
@@ -246,6 +257,7 @@ def _justified(evidence: Evidence, publication: Publication, reference: Referenc
     """Published only once a finite loss was measured on these very weights."""
     step, manifest = publication.step, publication.manifest
     segment = evidence.segments[manifest["segment"]]
+    reference = reference.of_segment(segment.number)
     if manifest["global_steps"] != evidence.count(segment, step) or manifest["job_id"] != segment.job_id:
         raise Wrong(f"step {step} was published from a checkpoint with global_steps {manifest['global_steps']}")
     names = {group_id(segment.job_id, segment.number, step + 1, 0, attempt) for attempt in range(4)}
@@ -267,7 +279,7 @@ def _equal_weights(found: Weights, expected: Weights, what: str) -> None:
 def _metrics(evidence: Evidence, reference: Reference) -> None:
     for path in evidence.root.glob("exec/*/metrics.jsonl"):
         for row in map(json.loads, path.read_text().splitlines()):
-            if row["loss"] != reference.mean_loss(row["step"]):
+            if row["loss"] != reference.of_segment(row["segment"]).mean_loss(row["step"]):
                 raise Wrong(f"{path}: step {row['step']} has loss {row['loss']}")
 
 

@@ -25,6 +25,11 @@ class Reference:
     """SHA-256 of the frame of (step, micro-batch)."""
     weights: dict[int, Weights] = field(default_factory=dict)
     """The weights that so many steps made; 0 are the initial ones."""
+    later: Reference | None = None
+    """Where a run goes back and does something else from there: what every segment behind the first must show."""
+
+    def of_segment(self, number: int) -> Reference:
+        return self.later if number and self.later is not None else self
 
     def weights_sha256(self, step: int) -> str:
         """What an execution log says of these weights: SHA-256 over names, dtypes, shapes and bytes, by name."""

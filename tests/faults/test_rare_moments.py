@@ -1,0 +1,118 @@
+"""Deaths at moments that a night rarely hits: while old records are packed, while a run goes back after a divergence,
+and between two tries to save.
+"""
+
+import dataclasses
+import time
+
+import pytest
+
+from cortex_training.datasets import Dataset
+from cortex_training.local.models import model_folder
+from tests.faults.driver import KILL, Hit
+from tests.faults.harness import MICRO_BATCHES, PEAK_RATE, STEPS
+from tests.faults.oracle import replayed
+from tests.faults.proxy import DROP_BEFORE, LATE
+from tests.faults.reference import train
+
+pytestmark = pytest.mark.live
+
+
+def die_at(scene, *places):
+    """One driver after the other dies at the next place: a point, a step, and which passing of it (the first)."""
+    for point, step, *nth in places:
+        ended = scene.drive(Hit(point, step, KILL, *nth))
+        assert ended.code == -9, f"{point} at step {step}: {ended.code}\n{ended.err}"
+
+
+# A pack is made of at least 20 records, and removed are four at once; packing goes on beside the training, at no step.
+PACKED = {
+    "named": [
+        ("before link packed", 0),
+        ("after link packed", 0),
+        ("before unlink packed", 0, 2),
+        ("after unlink packed", 0),
+        ("after create packed", 0),
+    ],
+}
+
+
+@pytest.mark.parametrize("places", PACKED.values(), ids=PACKED)
+def test_a_driver_killed_while_it_packs_loses_no_record(scene, places):
+    scene.pack_records = 20
+    die_at(scene, *places)
+    result = scene.finish()
+    assert result["segments"] == 1
+    assert list((scene.root / "journal" / "packed").glob("[0-9]*"))
+    assert replayed(scene.evidence, scene.material.reference) == 0
+
+
+@pytest.fixture(scope="module")
+def diverging(material):
+    """The fourth step's first frame, and what a run must show that leaves the fourth step's batches out."""
+    batches = Dataset.open(material.manifest).batches(2, MICRO_BATCHES, 0)
+    frames = {
+        (step, micro_batch): batches.frame(step if step < 4 else step + 1, micro_batch)
+        for step in range(1, STEPS + 2)
+        for micro_batch in range(MICRO_BATCHES)
+    }
+    later = train(model_folder("tiny"), frames, steps=STEPS, micro_batches=MICRO_BATCHES, peak_rate=PEAK_RATE)
+    reference = material.reference
+    return reference.frames[4, 0], dataclasses.replace(reference, later=later)
+
+
+# The divergence shows at step 4. A driver that finds it on record sends nothing before it goes back: it is at step 0.
+ROLLED_BACK = {
+    "cancelling": [("after record ended", 4), ("before send cancel", 0), ("answered send cancel", 0)],
+}
+
+
+@pytest.mark.parametrize("places", ROLLED_BACK.values(), ids=ROLLED_BACK)
+def test_a_driver_killed_while_it_goes_back_goes_back_once(scene, diverging, places):
+    scene.spoiled_frame, reference = diverging
+    scene.material = dataclasses.replace(scene.material, reference=reference)
+    scene.write_plan(max_replacements=0, divergence={"action": "rollback", "skip_batches": 1})
+    die_at(scene, *places)
+    assert scene.finish()["segments"] == 2
+    assert [record["cause"] for record in scene.evidence.records if record["type"] == "segment"] == [
+        "first",
+        "rollback",
+    ]
+    # Published was the save after step 2, so step 3 is made again.
+    assert replayed(scene.evidence, reference) == 1
+
+
+def kill_between_two_saves(scene):
+    """Kill a driver once it has given up a save for lost, and before it tries the next one."""
+    process = scene.start()
+    until = time.monotonic() + scene.patience_s
+    while not any(about_a_save(scene.evidence, record) for record in records(scene)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.kill()
+    assert scene.wait(process).code == -9
+
+
+def records(scene):
+    return scene.evidence.records if (scene.root / "journal").exists() else []
+
+
+def about_a_save(evidence, record):
+    intent = evidence.records[record["intent"] - 1] if record["type"] == "outcome" else {}
+    return intent.get("op") == "save" and record["status"] == "refused"
+
+
+def test_a_driver_killed_between_two_tries_to_save_saves_again(scene):
+    """Where the save that was given up lands while nobody drives."""
+    scene.proxy.add(r"^POST .*/save$", LATE, times=2, delay_s=0.3)
+    kill_between_two_saves(scene)
+    assert scene.finish()["segments"] == 1
+
+
+def test_a_driver_killed_between_two_tries_to_settle_a_step_settles_it(scene):
+    scene.proxy.add(r"^POST .*/step$", DROP_BEFORE, skip=2)
+    scene.proxy.add(r"^POST .*/save$", DROP_BEFORE, skip=1, times=2)
+    kill_between_two_saves(scene)
+    assert scene.finish()["segments"] == 2
+    assert replayed(scene.evidence, scene.material.reference) == 0
