@@ -66,7 +66,7 @@ test-live: $(VENV)/.ready
 
 test-long: $(VENV)/.ready
 	$(PYTEST) -m long
-	AIRFLOW_LIVE_DATABASE=postgresql $(PYTEST) -m "live and not long" tests/live --ignore=tests/live/prefect
+	AIRFLOW_LIVE_DATABASE=postgresql AIRFLOW_LIVE_HEARTBEAT_S=5 $(PYTEST) -m "live and not long" tests/live --ignore=tests/live/prefect
 	$(MAKE) test-prefect39
 
 test-prefect39: $(PREFECT39_VENV)/.ready
