@@ -98,9 +98,13 @@ def check(told: dict[str, Any], folder: Path, service: Any) -> None:
 
 
 def test_every_verb_blocks(
-    dataset: str, tmp_path: Path, credentials: CortexTrainingCredentials, local_service: Any
+    dataset: str, tmp_path: Path, credentials: CortexTrainingCredentials, local_service: Any, results_folder: Path
 ) -> None:
+    """And what is stored of each is ids, numbers and paths, however large what it made is."""
     check(blocking(dataset, str(tmp_path)), tmp_path, local_service)
+    sizes = [path.stat().st_size for path in results_folder.rglob("*") if path.is_file()]
+    assert len(sizes) >= 10
+    assert max(sizes) < 4096
 
 
 async def test_every_verb_can_be_awaited(
