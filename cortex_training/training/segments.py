@@ -16,6 +16,7 @@ from cortex_training.errors import (
     JobFailed,
     NotFoundError,
 )
+from cortex_training.protocol.jobs import difference_from
 from cortex_training.publication.errors import SaveError
 from cortex_training.publication.save import RESUMABLE, SaveManifest
 from cortex_training.publication.store import Store
@@ -24,7 +25,6 @@ from cortex_training.training import operations
 from cortex_training.training.driver import Driver, SegmentLost
 from cortex_training.training.journal import Superseded, read_journal
 from cortex_training.training.offload import offload, unbroken
-from cortex_training.training.plan import canonical_sha256
 from cortex_training.training.progress import RunFailed
 from cortex_training.training.state import CONTINUATION, FIRST, MOVE, REPLACEMENT, ROLLBACK, Base, Segment, replay
 from cortex_training.training.teardown import ENDED
@@ -291,18 +291,9 @@ async def _adopt_equal(driver: Driver, body: dict[str, Any]) -> None:
     job = await driver.job()
     if job is None or is_terminal_job(job.get("status")):
         raise SegmentLost(f"job {driver.segment.job_id} exists and has ended")
-    other = _difference(body, job)
-    if other is not None:
-        raise SegmentLost(f"job {driver.segment.job_id} exists with another {other}")
-
-
-def _difference(body: Mapping[str, Any], job: Mapping[str, Any]) -> str | None:
-    """The first part of a sub-job in which a job is not what `body` would create."""
-    for mine, theirs in zip(body["sub_job_configs"], job.get("sub_jobs", []), strict=False):
-        for key in ("model_name", "training_config", "inference_config"):
-            if canonical_sha256(mine.get(key)) != canonical_sha256(theirs.get(key)):
-                return key
-    return None
+    difference = difference_from(body["sub_job_configs"], job.get("sub_jobs"))
+    if difference:
+        raise SegmentLost(f"job {driver.segment.job_id} exists and is another one ({difference})")
 
 
 async def _tell_of_lost_jobs(driver: Driver, body: Mapping[str, Any], began: float) -> None:
@@ -318,7 +309,9 @@ async def _tell_of_lost_jobs(driver: Driver, body: Mapping[str, Any], began: flo
     for job in listed:
         job_id = job.get("job_id")
         known = job_id in driver.state.job_ids or is_terminal_job(job.get("status"))
-        if known or operations.created_at(job) < began - _CLOCK_SKEW_S or _difference(body, dict(job)) is not None:
+        if known or operations.created_at(job) < began - _CLOCK_SKEW_S:
+            continue
+        if difference_from(body["sub_job_configs"], job.get("sub_jobs")):
             continue
         driver.tell(
             "recover",
