@@ -1,7 +1,7 @@
 """Fine-tune a model on rows of a Snowflake table, every night, and publish what came out.
 
     rows in a table -> dataset -> job -> training -> checkpoint -> export -> publication
-                                    \\-> completions before and after, from the same prompts
+                                    \\-> completions before and after, from the same prompts -> evaluation
 
 Copy this file, set the defaults below or the FINETUNE_* variables, and make two connections: one of type Snowflake, one
 of type Cortex Training. Workers and triggerers must see `root` under the same path. The job is cancelled at the end
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from airflow.providers.common.sql.operators.sql import SQLExecuteQueryOperator
@@ -101,6 +103,9 @@ PARAMS = {
         minItems=1,
         description="shown before and after",
     ),
+    "references": param(
+        "references", [], "array", description="what each prompt should be answered, for the evaluation; may be empty"
+    ),
     "max_new_tokens": param("max_new_tokens", 64, "integer", minimum=1),
 }
 
@@ -139,6 +144,11 @@ def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
             f"root {root} is not a folder here: create or mount it, or set the DAG's parameter root"
         )
     check(params)
+    if len(params["references"]) not in (0, len(params["prompts"])):
+        raise AirflowFailException(
+            f"the DAG's parameters: {len(params['references'])} references for {len(params['prompts'])} prompts: give "
+            "one for each prompt, or none"
+        )
     run = "".join(c if c.isalnum() or c in "-_." else "-" for c in run_id)
     for folder in ("datasets", "runs", "models", "samples"):
         (root / folder).mkdir(exist_ok=True)
@@ -158,11 +168,35 @@ def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
         "models": f"{root}/models",
         "before": f"{root}/samples/{run}-before.jsonl",
         "after": f"{root}/samples/{run}-after.jsonl",
+        "evaluation": f"{root}/samples/{run}-evaluation.json",
         "sub_jobs": [
             {"job_type": "training", **shared, "training_config": {**training, **sized, **adapter}},
             {"job_type": "sampling", **shared, "inference_config": {**sized, **adapter}},
         ],
     }
+
+
+def overlap(answer: str, reference: str) -> float:
+    """How much of two texts is the same: the F1 of their words, 0 to 1, as question answering is scored."""
+    given, wanted = Counter(answer.lower().split()), Counter(reference.lower().split())
+    shared = (given & wanted).total()
+    return 2 * shared / (given.total() + wanted.total()) if shared else 0.0
+
+
+@task
+def evaluate(before: str, after: str, references: list[str], out: str) -> dict[str, Any]:
+    """What the training changed in the answers. Change it: call your own metric, fail where the model got worse."""
+    answers = {
+        when: [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+        for when, path in (("before", before), ("after", after))
+    }
+    changed = sum(a != b for a, b in zip(answers["before"], answers["after"], strict=True))
+    found: dict[str, Any] = {"prompts": len(answers["after"]), "changed": changed}
+    if references:
+        for when, texts in answers.items():
+            found[f"overlap_{when}"] = round(fmean(map(overlap, texts, references)), 4)
+    Path(out).write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 with DAG(
@@ -250,9 +284,11 @@ with DAG(
 
     generate_after = CortexTrainingGenerateOperator(task_id="generate_after", output_path=settled["after"], **prompts)
 
+    evaluated = evaluate(settled["before"], settled["after"], "{{ params.references }}", settled["evaluation"])
+
     cancel_job = CortexTrainingCancelJobOperator(
         task_id="cancel_job", job_id=create_job.job_id_output, root=settled["run"]
     ).as_teardown(setups=create_job)
 
     chain(settled, select_rows, build_dataset, create_job, wait_until_running, generate_before, train, save, export)
-    chain(export, publish, weight_sync, generate_after, cancel_job)
+    chain(export, publish, weight_sync, generate_after, [evaluated, cancel_job])

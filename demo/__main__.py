@@ -100,6 +100,7 @@ def _set_the_stage(
         snowflake=snowflake,
         tokenizer=folder,
         sample_prompts=[row.prompt for row in held_out[:SAMPLES]],
+        sample_references=[row.completion for row in held_out[:SAMPLES]],
         say=say,
         servers=servers,
     )

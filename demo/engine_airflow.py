@@ -68,6 +68,7 @@ def _parameters(stage: Stage) -> dict[str, object]:
         "warmup_steps": recipe.warmup_steps,
         "save_every_steps": recipe.save_every_steps,
         "prompts": stage.sample_prompts,
+        "references": stage.sample_references,
         "max_new_tokens": recipe.max_new_tokens,
     }
 

@@ -25,6 +25,7 @@ class Stage:
     snowflake: SnowflakeServer
     tokenizer: Path
     sample_prompts: list[str]
+    sample_references: list[str]
     say: Callable[[str], None]
     servers: ExitStack
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,7 @@ def test_usable_parameters_settle(pipeline: ModuleType, params: dict[str, Any]) 
         ({"steps": 0}, "plan.steps"),
         ({"micro_batch_size": "8"}, "plan.micro_batch_size"),
         ({"root": "/no/such/folder"}, "root /no/such/folder"),
+        ({"prompts": ["a", "b"], "references": ["c"]}, "1 references for 2 prompts"),
     ],
 )
 def test_unusable_parameters_end_the_run_at_once(
@@ -67,3 +69,15 @@ def test_what_was_checked_is_what_is_trained(pipeline: ModuleType, params: dict[
     assert template["learning_rate"].keys() == checked["learning_rate"].keys()
     assert template["steps"] == "{{ params.steps }}"
     assert TrainingPlan.from_dict(checked).steps == params["steps"]
+
+
+def test_the_evaluation_compares_the_answers_with_the_references(pipeline: ModuleType, tmp_path: Path) -> None:
+    for name, texts in (("before", ["No idea.", "It sorts"]), ("after", ["It merges sorted inputs", "It sorts"])):
+        lines = [json.dumps({"prompt": "p", "text": text}) for text in texts]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    files = [str(tmp_path / name) for name in ("before", "after")]
+    out = tmp_path / "evaluation.json"
+    found = pipeline.evaluate.function(*files, ["it merges inputs", "it sorts"], str(out))
+    assert found == {"prompts": 2, "changed": 1, "overlap_before": 0.5, "overlap_after": round((6 / 7 + 1) / 2, 4)}
+    assert json.loads(out.read_text()) == found
+    assert pipeline.evaluate.function(*files, [], str(out)) == {"prompts": 2, "changed": 1}

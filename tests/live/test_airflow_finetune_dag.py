@@ -23,7 +23,7 @@ ROWS = 400
 
 FROM_THE_JOB_ON = (
     *("create_job", "wait_until_running", "generate_before", "train", "save", "export"),
-    *("publish", "weight_sync", "generate_after", "cancel_job"),
+    *("publish", "weight_sync", "generate_after", "evaluate", "cancel_job"),
 )
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -41,7 +41,13 @@ def rows(snowflake: Any) -> list[Any]:
 def conf(night: Night) -> dict[str, Any]:
     root = night.folder / "shared"
     root.mkdir()
-    return {"cortex_conn_id": night.conn_id, "root": str(root), "steps": STEPS, "save_every_steps": 3}
+    return {
+        "cortex_conn_id": night.conn_id,
+        "root": str(root),
+        "steps": STEPS,
+        "save_every_steps": 3,
+        "references": ["a list"],
+    }
 
 
 @pytest.mark.short
@@ -70,6 +76,9 @@ def test_rows_become_a_published_checkpoint_and_no_job_is_left(
     before, after = (_samples(root, when) for when in ("before", "after"))
     assert [s["prompt"] for s in before] == [s["prompt"] for s in after] == [PROMPT]
     assert [s["text"] for s in before] != [s["text"] for s in after]
+    evaluated = run.xcom("evaluate")
+    assert (evaluated["prompts"], evaluated["changed"]) == (1, 1)
+    assert 0 <= evaluated["overlap_before"] <= 1
 
     assert list(night.jobs()) == [job_id]
     assert is_terminal_job(night.jobs()[job_id])
