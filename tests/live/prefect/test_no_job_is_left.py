@@ -9,12 +9,13 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import StateType
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Pending
 
 from cortex_training.states import is_terminal_job
 
-from .conftest import HERE, REPOSITORY, Live, client_of, flow_processes, sub_jobs, wait_until
+from .conftest import HERE, REPOSITORY, Live, client_of, flow_processes, live_jobs, sub_jobs, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -50,33 +51,51 @@ def test_every_end_of_a_flow_run_leaves_no_job(live: Live, cortex: Any) -> None:
         "flow and runner killed": live.run("holds-a-job/served", sub_jobs=sub_jobs()),
         "cancelled while suspended": live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=600),
         "suspended for too long": live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=5),
+        "its worker died as it came back": live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=600),
+        "told to terminate": live.run("holds-a-job/live", sub_jobs=sub_jobs()),
     }
+    suspended = live.run("asks-a-person/live", sub_jobs=sub_jobs(), timeout_s=600)
+    kept = with_job(live, cortex, suspended)
     jobs = {end: with_job(live, cortex, run) for end, run in runs.items()}
 
     cancel(runs["cancelled while running"])
     wait_until(lambda: len(flow_processes(runs["flow killed"])) > 0, "the flow's process")
     for process in flow_processes(runs["flow killed"]):
         os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: len(flow_processes(runs["told to terminate"])) > 0, "the flow's process")
+    for process in flow_processes(runs["told to terminate"]):
+        os.kill(process.pid, signal.SIGTERM)
     live.kill_all("runner")
     live.wait_for_state(runs["cancelled while suspended"], "Suspended")
     cancel(runs["cancelled while suspended"])
     live.wait_for_state(runs["cancelled while running"], "Cancelled")
     live.wait_for_state(runs["cancelled while suspended"], "Cancelled")
-    live.wait_for_state(runs["flow killed"], "Crashed")
+    for end in ("flow killed", "told to terminate"):
+        live.wait_for_state(runs[end], "Crashed")
+    live.wait_for_state(runs["its worker died as it came back"], "Suspended")
+    with get_client(sync_client=True) as client:
+        # What a worker that dies between taking a run up and starting its process leaves.
+        client.set_flow_run_state(runs["its worker died as it came back"], Pending(), force=True)
     live.wait_for_state(runs["suspended for too long"], "Failed")
     assert live.read(runs["flow and runner killed"]).state_type == StateType.RUNNING
 
     # The hooks, which run in the worker.
-    for end in ("cancelled while running", "flow killed"):
+    for end in ("cancelled while running", "flow killed", "told to terminate"):
         wait_until(lambda end=end: not is_alive(cortex, jobs[end]), f"the end of the job that was {end}")
     # Nobody runs a hook for these; an owner that can't see them would pay for them until they idle out.
-    unseen = ("cancelled while suspended", "suspended for too long", "flow and runner killed")
+    silent = ("flow and runner killed", "its worker died as it came back")
+    unseen = ("cancelled while suspended", "suspended for too long", *silent)
     assert [end for end in unseen if is_alive(cortex, jobs[end])] == list(unseen)
 
     live.watch("watch", "--cancel-on", "cancelled,failed,crashed", "--crashed-after", str(CRASHED_AFTER_S))
     for end in unseen:
         wait_until(lambda end=end: not is_alive(cortex, jobs[end]), f"the end of the job that was {end}", 300)
-    assert live.read(runs["flow and runner killed"]).state_type == StateType.CRASHED
+    for end in silent:
+        assert live.read(runs[end]).state_type == StateType.CRASHED
+    assert live.read(suspended).state_name == "Suspended", "silence is no death of a run that is suspended"
+    assert live_jobs(cortex) == [kept]
+    cancel(suspended)
+    wait_until(lambda: live_jobs(cortex) == [], "the end of the last job")
     wait_until(lambda: all(is_reconciled(live, runs[end]) for end in unseen), "the notes that all of it is done")
 
 
@@ -97,6 +116,31 @@ def test_by_default_only_a_cancelled_run_loses_its_job(live: Live, cortex: Any) 
         live.stop("watch-2")
         with client_of(cortex) as client:
             client.cancel_job(kept)
+
+
+def test_a_flow_run_that_another_one_started_has_an_end_of_its_own(live: Live, cortex: Any) -> None:
+    """Cancelling a parent cancels its job. Its child's job lives exactly as long as the child does."""
+    parent = live.run("starts-another/live", sub_jobs=sub_jobs())
+    of_parent = with_job(live, cortex, parent)
+    wait_until(lambda: len(children_of(parent)) == 1, "the child")
+    (child,) = children_of(parent)
+    of_child = with_job(live, cortex, child)
+    cancel(parent)
+    live.wait_for_state(parent, "Cancelled")
+    wait_until(lambda: not is_alive(cortex, of_parent), "the end of the parent's job")
+    assert live.read(child).state_type == StateType.RUNNING
+    assert is_alive(cortex, of_child)
+    cancel(child)
+    wait_until(lambda: not is_alive(cortex, of_child), "the end of the child's job")
+
+
+def children_of(flow_run_id: UUID) -> list[UUID]:
+    """Flow runs that a flow run has started."""
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]))
+        )
+    return [run.id for run in found]
 
 
 def test_an_automation_does_it_too(live: Live, cortex: Any) -> None:
