@@ -12,6 +12,7 @@ from typing import Any
 from cortex_training import identity
 from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
 from cortex_training.protocol.results import checkpoint_id
+from cortex_training.publication.errors import StoreError
 from cortex_training.publication.prune import prune
 from cortex_training.publication.save import SaveManifest
 from cortex_training.training.driver import Driver, SegmentLost, loss_value
@@ -251,8 +252,12 @@ async def publish_verified(driver: Driver) -> None:
     await offload(manifest.write, driver.store, folder)
     entry, _ = await offload(driver.log.publish, folder, driver.epoch, latest.step)
     driver.published = folder
-    await offload(prune, driver.log, driver.plan.keep_publications)
     driver.tell("publish", step=latest.step, message=f"published {entry.name}", entry=entry.name)
+    try:
+        await offload(prune, driver.log, driver.plan.keep_publications)
+    except StoreError as problem:
+        # An old publication that stays costs space, and is tried again: nothing to end a night's training for.
+        driver.tell("publish", step=latest.step, message=f"old publications could not be removed: {problem}")
 
 
 async def _save_now(driver: Driver, step: int) -> tuple[dict[str, Any], Operation]:

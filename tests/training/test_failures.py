@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
+from cortex_training.aio import AsyncCortexTrainingClient
+from cortex_training.publication import PosixStore, PublicationLog, StoreError
 from cortex_training.training import RunFailed, RunInterrupted, run, status
 from cortex_training.training.last_words import last_error_lines
-from tests.faults.proxy import ANSWER
+from tests.faults.proxy import ANSWER, DROP_BEFORE
 
 
 class ScriptedLog:
@@ -46,6 +48,32 @@ def test_a_run_that_gives_up_says_what_the_services_log_says_and_cancels_its_job
     plan = runs.plan(learning_rate={"schedule": "constant", "peak": 1e30}, save_every_steps=1)
     with pytest.raises(RunFailed, match="expert 3 caught fire"):
         runs.run(plan)
+
+
+def test_a_run_that_cannot_even_cancel_its_job_says_why_it_failed(runs, proxy, monkeypatch):
+    impatient = AsyncCortexTrainingClient(runs.base_url, runs.service.database, runs.service.schema, retry_budget_s=0.1)
+    rule = proxy.add(r"^POST .*(/forward-backward|:cancel)$", DROP_BEFORE, skip=1, times=10**6)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "client", lambda: impatient)
+        with pytest.raises(RunFailed, match=r"(?s)did not become a request .* within 1 s.*is still alive, because"):
+            runs.run(runs.plan(steps=1, patience_s=1))
+    proxy.rules.remove(rule)
+    result = runs.run(runs.plan(steps=1))
+    assert (result.steps, result.segments) == (1, 1)
+
+
+def test_old_publications_that_cannot_be_removed_end_no_run(runs, monkeypatch):
+    remove = PosixStore.remove
+
+    def refused(self, name):
+        if name.startswith("pub/"):
+            raise StoreError(f"remove {name}: Permission denied; check owner and mode")
+        remove(self, name)
+
+    monkeypatch.setattr(PosixStore, "remove", refused)
+    runs.run(runs.plan(steps=3, micro_batches_per_step=1, save_every_steps=1, keep_publications=1))
+    assert [entry.step for entry in PublicationLog(runs.root).entries()] == [1, 2, 3]
+    assert any("could not be removed: remove pub/" in moment.message for moment in runs.progress)
 
 
 def test_a_run_that_was_stopped_before_its_job_existed_creates_none(runs):
