@@ -11,6 +11,7 @@ from cortex_training.publication.save import SaveManifest
 from cortex_training.publication.store import PosixStore
 from cortex_training.training import RunFailed, RunInterrupted, Superseded, cancel_jobs, status
 from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, TWICE
+from tests.training.conftest import SUB_JOBS
 
 
 def global_steps(records):
@@ -249,10 +250,10 @@ def test_divergence_stops_the_run_for_good_and_publishes_nothing_of_it(runs):
 
 
 class TestOnSomebodyElsesJob:
-    def create(self, runs):
+    def create(self, runs, sub_jobs=None):
         async def main():
             async with runs.client() as client:
-                body = {"sub_job_configs": [dict(s) for s in runs.plan().sub_jobs]}
+                body = {"sub_job_configs": [dict(s) for s in sub_jobs or runs.plan().sub_jobs]}
                 job_id = (await client.create_job_from_body(body))["job_id"]
                 await client.wait_for_job(job_id)
                 return job_id
@@ -290,6 +291,15 @@ class TestOnSomebodyElsesJob:
         assert result.job_id == second
         assert losses(runs.root) == losses(undisturbed[0].root)
         self.cancel(runs, second)
+
+    def test_a_weight_sync_to_a_job_without_samplers_is_refused_before_the_root_is_made(self, runs):
+        job_id = self.create(runs, SUB_JOBS[:1])
+        try:
+            with pytest.raises(ConfigurationError, match=r"weight_sync_every_steps = 2: .* has no sampling sub-job"):
+                runs.run(runs.plan(job_id=job_id, weight_sync_every_steps=2))
+        finally:
+            self.cancel(runs, job_id)
+        assert not os.path.exists(runs.root)
 
     def test_an_unknown_job_is_named_before_the_root_is_made(self, runs):
         with pytest.raises(ConfigurationError, match=r"plan\.job_id"):
