@@ -1,17 +1,18 @@
 """Deaths at moments that a night rarely hits: while old records are packed, while a run goes back after a divergence,
-and between two tries to save.
+between two tries to save, and while a job of somebody else is loaded.
 """
 
 import dataclasses
 import time
 
 import pytest
+import requests
 
 from cortex_training.datasets import Dataset
 from cortex_training.local.models import model_folder
 from tests.faults.driver import KILL, Hit
-from tests.faults.harness import MICRO_BATCHES, PEAK_RATE, STEPS
-from tests.faults.oracle import replayed
+from tests.faults.harness import MICRO_BATCHES, PEAK_RATE, STEPS, SUB_JOBS
+from tests.faults.oracle import check_end, replayed
 from tests.faults.proxy import DROP_BEFORE, LATE
 from tests.faults.reference import train
 
@@ -64,6 +65,10 @@ def diverging(material):
 # The divergence shows at step 4. A driver that finds it on record sends nothing before it goes back: it is at step 0.
 ROLLED_BACK = {
     "cancelling": [("after record ended", 4), ("before send cancel", 0), ("answered send cancel", 0)],
+    "cancelled": [("before record cancelled", 4), ("after record cancelled", 0), ("before record segment", 0)],
+    "creating": [("after record segment", 4), ("before send create", 0), ("written send create", 0)],
+    "created": [("answered send create", 4), ("before record running", 0)],
+    "loaded": [("after record created", 4), ("after record running", 0), ("before record intent forward_backward", 3)],
 }
 
 
@@ -116,3 +121,26 @@ def test_a_driver_killed_between_two_tries_to_settle_a_step_settles_it(scene):
     kill_between_two_saves(scene)
     assert scene.finish()["segments"] == 2
     assert replayed(scene.evidence, scene.material.reference) == 0
+
+
+LOADED = {
+    "sent": [("before record intent load", 2), ("permitted send load", 2), ("written send load", 2)],
+    "answered": [("answered send load", 2), ("after record sent load", 2)],
+    "done": [("before record outcome load done", 2), ("after record outcome load done", 2)],
+}
+
+
+@pytest.mark.parametrize("places", LOADED.values(), ids=LOADED)
+def test_a_driver_killed_while_it_loads_into_somebody_elses_job_loads_again(scene, places):
+    die_at(scene, ("before record intent step", 4))
+    url = scene.service.url
+    created = requests.post(url, json={"sub_job_configs": SUB_JOBS}, timeout=30)
+    created.raise_for_status()
+    job_id = created.json()["job_id"]
+    scene.write_plan(job_id=job_id, sub_jobs=[], experiment_name=None)
+    die_at(scene, *places)
+    result = scene.drive().result
+    assert result["job_id"] == job_id
+    requests.post(f"{url}/{job_id}:cancel", timeout=30).raise_for_status()
+    check_end(scene.evidence, scene.material.reference, scene.service, result)
+    assert replayed(scene.evidence, scene.material.reference) == 1
