@@ -103,6 +103,8 @@ def run_runs(options: argparse.Namespace) -> int:
             "root": found.root,
             "what": found.what_happened,
             "drivers": found.epochs,
+            "driver": found.driven(),
+            "stopped_because": state.stopped,
             "entry": found.entry,
             "gpu_seconds": round(state.gpu_seconds(time.time())),
             "skipped_batches": list(state.skipped),

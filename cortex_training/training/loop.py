@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cortex_training.datasets import Dataset, check_window
 from cortex_training.errors import ConfigurationError, CortexTrainingError, NotFoundError
+from cortex_training.telemetry import redacted
 from cortex_training.training import operations, segments
 from cortex_training.training.ahead import Ahead
 from cortex_training.training.driver import Driver, SegmentLost
@@ -75,12 +76,13 @@ async def run(
         except Superseded:
             raise
         except RunFailed as failed:
+            await _record_stop(driver, failed)
             said = await _last_error_lines(driver)
             said += await _end_owned_job(driver)
             await _release(driver)
             raise RunFailed("\n".join([str(failed), *said])) from failed
-        except BaseException:
-            await unbroken(_release(driver))
+        except BaseException as problem:
+            await unbroken(_give_up(driver, problem))
             raise
         finally:
             await frames.drop()
@@ -248,6 +250,27 @@ async def _last_error_lines(driver: Driver) -> list[str]:
         return []
     lines = await last_error_lines(driver.client, driver.segment.job_id)
     return ["the service's log ends with:", *lines] if lines else []
+
+
+async def _give_up(driver: Driver, problem: BaseException) -> None:
+    with contextlib.suppress(CortexTrainingError):
+        await _record_stop(driver, problem)
+    await _release(driver)
+
+
+async def _record_stop(driver: Driver, problem: BaseException) -> None:
+    """Say in the journal why the run stops, for whoever looks at the root. Raises Superseded when another driver has
+    the run, and with it the job that would be cancelled next.
+    """
+    if isinstance(problem, RunInterrupted) or not isinstance(problem, Exception):
+        return
+    reason = redacted(str(problem).removeprefix(f"{driver.store.root}: ")) or type(problem).__name__
+    try:
+        await driver.record("stopped", {"reason": reason})
+    except Superseded:
+        raise
+    except CortexTrainingError:
+        pass  # a full disk, say: the failure that is raised is the one to see
 
 
 async def _release(driver: Driver) -> None:

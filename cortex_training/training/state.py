@@ -216,6 +216,14 @@ class RunState:
     segments: list[Segment] = field(default_factory=list)
     finished_steps: int = 0
     paused: str | None = None
+    stopped: str | None = None
+    """Why the driver that has the run gave up."""
+    driver: Mapping[str, Any] = field(default_factory=dict)
+    """Who has the run, as it says itself: ``host``, ``pid``, ``attempt``."""
+    released: bool = False
+    """Whether that driver sends nothing more."""
+    last_at: float = 0.0
+    """When the last record was written, UTC seconds."""
     diverged: tuple[int, str] | None = None
     skipped: tuple[int, ...] = ()
     lr_factor: float = 1.0
@@ -274,6 +282,8 @@ class RunState:
 
     def apply(self, record: Record) -> None:
         """Move the state by one record. Unknown types are newer details that don't change what is known here."""
+        self.last_at = record.at
+        self.released = record.type == "released"
         handler = _HANDLERS.get(record.type)
         if handler:
             handler(self, record)
@@ -291,6 +301,8 @@ def replay(records: Iterable[Record]) -> RunState:
 
 def _takeover(state: RunState, record: Record) -> None:
     state.epoch = record.epoch
+    state.driver = record.body.get("info") or {}
+    state.stopped = None
 
 
 def _segment(state: RunState, record: Record) -> None:
@@ -364,6 +376,10 @@ def _paused(state: RunState, record: Record) -> None:
     state.segments[-1].complete = True
 
 
+def _stopped(state: RunState, record: Record) -> None:
+    state.stopped = record.body["reason"]
+
+
 def _diverged(state: RunState, record: Record) -> None:
     state.diverged = (record.body["step"], record.body["loss"])
 
@@ -393,5 +409,6 @@ _HANDLERS = {
     "cancelled": _cancelled,
     "finished": _finished,
     "paused": _paused,
+    "stopped": _stopped,
     "running": _running,
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +26,13 @@ ENDED = {"ended": "by its owner"}
 """What the journal says when a run was taken from its driver for good."""
 
 _CREATE_LANDS_S = 5.0
+_SILENT_S = 3600.0
+"""A driver that wrote nothing for so long is not told of as one that lives: it waits for one request half as long."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as its root tells it; nothing remote is asked."""
+    """A run as its root tells it; the service is not asked."""
 
     root: str
     identity: dict[str, Any]
@@ -37,7 +42,7 @@ class RunStatus:
 
     @property
     def what_happened(self) -> str:
-        """One sentence: finished, diverged, lost, interrupted."""
+        """One sentence: finished, diverged, stopped, lost, or who drives it."""
         current = self.state.current
         if self.state.diverged:
             return f"diverged at step {self.state.diverged[0]}"
@@ -45,11 +50,48 @@ class RunStatus:
             return "not begun"
         if current.complete and self.state.finished_steps >= current.confirmed_step > 0:
             return f"finished {self.state.finished_steps} steps"
+        if self.state.driver == ENDED:
+            return f"ended by its owner after step {current.confirmed_step}"
         if self.state.paused:
             return f"paused after step {current.confirmed_step}: {self.state.paused}"
+        if self.state.stopped:
+            return f"stopped after step {current.confirmed_step}: {self.state.stopped}"
         if current.ended:
             return f"lost its job: {current.ended}"
-        return f"confirmed step {current.confirmed_step}, goes on with the next driver"
+        seen = self.driven()
+        if seen["released"] or seen["process_is_gone"] or seen["host"] is None or seen["silent_s"] > _SILENT_S:
+            return f"confirmed step {current.confirmed_step}, goes on with the next driver"
+        return (
+            f"confirmed step {current.confirmed_step}, driven by process {seen['pid']} on {seen['host']}, which was "
+            f"last heard of {seen['silent_s']} s ago"
+        )
+
+    def driven(self) -> dict[str, Any]:
+        """The driver that has the run: its epoch, what it said of itself, seconds since its last record, whether it let
+        the run go, and whether its process is gone, which can only be told on its own host (else None).
+        """
+        state = self.state
+        return {
+            "epoch": state.epoch,
+            **{name: state.driver.get(name) for name in ("host", "pid", "attempt")},
+            "silent_s": max(0, round(time.time() - state.last_at)),
+            "released": state.released,
+            "process_is_gone": _process_is_gone(state.driver),
+            "ended_by_owner": state.driver == ENDED,
+        }
+
+
+def _process_is_gone(driver: Mapping[str, Any]) -> bool | None:
+    pid = driver.get("pid")
+    if driver.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # somebody else's process
+    return False
 
 
 def status(root: str, credentials: str | None = None) -> RunStatus:

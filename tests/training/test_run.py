@@ -156,6 +156,8 @@ def test_a_job_whose_creation_was_refused_at_first_is_cancelled_in_the_end(undis
     proxy.add(r"^POST .*/cortex-training$", ANSWER, status=401, body={"code": "390114", "message": "token expired"})
     with pytest.raises(RunFailed, match="refused to create a job"):
         runs.run()
+    assert status(runs.root).what_happened.startswith("stopped after step 0: the service refused to create a job")
+    assert status(runs.root).driven()["released"]
     result = runs.run()
     assert result.segments == 1
     assert job_state(runs, result.job_id) in ("cancelling", "cancelled")
