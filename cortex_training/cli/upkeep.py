@@ -22,10 +22,11 @@ def add_parsers(subparsers: Any) -> None:
 
     sweep = subparsers.add_parser("sweep", help="find old jobs that no run owns, and cancel them with --cancel")
     sweep.add_argument("--root", action="append", default=[], help="jobs of an unfinished run in this root are owned")
+    sweep.add_argument("--creds", metavar="LIST", help="where s3:// roots' credentials are: kind:location,…")
     sweep.add_argument("--older-than", type=float, default=_SWEEP_AGE_S, metavar="SECONDS", help="default: a day")
     sweep.add_argument("--experiment", metavar="PREFIX", help="only jobs whose experiment's name begins like this")
     sweep.add_argument("--user", help="only jobs submitted by this user")
-    sweep.add_argument("--cancel", action="store_true", help="cancel them; without it they are only printed")
+    sweep.add_argument("--cancel", action="store_true", help="cancel them, those of --experiment or --user; else print")
     sweep.set_defaults(handler=run_sweep)
 
     conformance = subparsers.add_parser("conformance", help="ask a service, with a small paid job, what nobody knows")
@@ -92,11 +93,17 @@ def _compare_clocks(options: argparse.Namespace) -> str:
 def run_sweep(options: argparse.Namespace) -> int:
     from cortex_training.training.sweep import SweepRule, owned_jobs
 
+    if options.cancel and not options.experiment and not options.user:
+        raise ConfigurationError(
+            "sweep --cancel would end jobs of all who share the schema: say whose, by --experiment or --user; without "
+            "--cancel they are only printed",
+            field="experiment",
+        )
     rule = SweepRule(
         older_than_s=options.older_than,
         user=options.user,
         experiments=(options.experiment,) if options.experiment else (),
-        owned=owned_jobs(options.root),
+        owned=owned_jobs(options.root, options.creds),
     )
     with connect(options) as client:
         found = rule.jobs(client)

@@ -13,6 +13,7 @@ import pytest
 
 from cortex_training.client import CortexTrainingClient
 from cortex_training.conformance import Interview
+from cortex_training.training import sweep
 
 
 def test_login_remembers_a_file_for_its_owner_alone(run: Any, tmp_path: Path, service: Any, environment: Any) -> None:
@@ -91,7 +92,7 @@ def test_sweep_finds_old_active_jobs_and_cancels_only_when_told(run: Any, servic
     assert [job["job_id"] for job in done.document["found"]] == ["job-0", "job-3"]
     assert done.document["cancelled"] == []
     assert not [call for call in service.calls if call.method == "POST"]
-    done = run("sweep", "--older-than", "144000", "--cancel")
+    done = run("sweep", "--older-than", "144000", "--user", "ann", "--cancel")
     assert done.document["cancelled"] == ["job-3"]
     assert [call.path for call in service.calls if call.method == "POST"] == ["/job-3:cancel"]
 
@@ -102,6 +103,32 @@ def test_sweep_can_be_narrowed(run: Any, service: Any) -> None:
     service.answers["GET", ""] = jobs_of(30, 30)
     assert [job["job_id"] for job in run("sweep", "--experiment", "nightly").document["found"]] == ["job-0"]
     assert run("sweep", "--user", "bob").document["found"] == []
+
+
+@pytest.mark.parametrize("selector", [[], ["--user", ""], ["--experiment", ""]])
+def test_a_sweep_cancels_nobodys_jobs_before_it_is_told_whose(run: Any, service: Any, selector: list[str]) -> None:
+    service.answers["GET", ""] = jobs_of(30)
+    done = run("sweep", "--cancel", *selector)
+    assert done.code == 1
+    assert "--experiment" in done.err
+    assert "--user" in done.err
+    assert service.calls == []
+
+
+def test_a_sweep_takes_the_credentials_of_roots_in_a_bucket(
+    run: Any, service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def owned(roots: list[str], credentials: str | None) -> frozenset[str]:
+        asked.append((roots, credentials))
+        return frozenset({"job-0"})
+
+    monkeypatch.setattr(sweep, "owned_jobs", owned)
+    service.answers["GET", ""] = jobs_of(30, 30)
+    done = run("sweep", "--root", "s3://bucket/a", "--root", "s3://bucket/b", "--creds", "secret:/mnt/creds")
+    assert [job["job_id"] for job in done.document["found"]] == ["job-1"]
+    assert asked == [(["s3://bucket/a", "s3://bucket/b"], "secret:/mnt/creds")]
 
 
 def test_conformance_needs_a_yes(run: Any, service: Any) -> None:
