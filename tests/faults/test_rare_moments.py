@@ -1,5 +1,5 @@
 """Deaths at moments that a night rarely hits: while old records are packed, while a run goes back after a divergence,
-between two tries to save, and while a job of somebody else is loaded.
+between two tries to save, while batches are out that were sent ahead, and while a job of somebody else is loaded.
 """
 
 import dataclasses
@@ -28,6 +28,13 @@ def die_at(scene, *places):
 
 # A pack is made of at least 20 records, and removed are four at once; packing goes on beside the training, at no step.
 PACKED = {
+    "made": [
+        ("before create packed", 0),
+        ("before mkdir packed", 0),
+        ("after mkdir packed", 0),
+        ("before fsync packed", 0, 2),
+        ("after fsync packed", 0),
+    ],
     "named": [
         ("before link packed", 0),
         ("after link packed", 0),
@@ -108,9 +115,10 @@ def about_a_save(evidence, record):
     return intent.get("op") == "save" and record["status"] == "refused"
 
 
-def test_a_driver_killed_between_two_tries_to_save_saves_again(scene):
-    """Where the save that was given up lands while nobody drives."""
-    scene.proxy.add(r"^POST .*/save$", LATE, times=2, delay_s=0.3)
+@pytest.mark.parametrize("action", [DROP_BEFORE, LATE])
+def test_a_driver_killed_between_two_tries_to_save_saves_again(scene, action):
+    """Also where the save that was given up lands while nobody drives."""
+    scene.proxy.add(r"^POST .*/save$", action, times=2, delay_s=0.3)
     kill_between_two_saves(scene)
     assert scene.finish()["segments"] == 1
 
@@ -121,6 +129,32 @@ def test_a_driver_killed_between_two_tries_to_settle_a_step_settles_it(scene):
     kill_between_two_saves(scene)
     assert scene.finish()["segments"] == 2
     assert replayed(scene.evidence, scene.material.reference) == 0
+
+
+# Nothing goes behind a step that is saved, so the batches of steps 2 and 4 are sent ahead.
+AHEAD = {
+    "sending": [
+        ("before record intent forward_backward", 2),
+        ("permitted send fwd-bwd", 4),
+        ("answered send fwd-bwd", 4, 2),
+        ("after record sent forward_backward", 4, 2),
+    ],
+    "waiting": [
+        ("written send fwd-bwd", 2, 2),
+        ("after record outcome forward_backward done", 2),
+        ("before record outcome step done", 4),
+        ("before record sent step", 5),
+    ],
+}
+
+
+@pytest.mark.parametrize("places", AHEAD.values(), ids=AHEAD)
+def test_a_driver_killed_with_batches_ahead_loses_and_repeats_nothing(scene, places):
+    scene.write_plan(submit_ahead=True, assume_fifo=True)
+    die_at(scene, *places)
+    assert scene.finish()["segments"] == 1
+    assert replayed(scene.evidence, scene.material.reference) == 0
+    assert any(record.get("ahead") for record in scene.evidence.records)
 
 
 LOADED = {
