@@ -18,6 +18,8 @@ _LINE_CHARACTERS = 300
 _PATIENCE_S = 10.0
 _LOOK_S = 0.1
 """Between two looks at the driver's own state, which cost nothing: a short run is over within a second."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+"""Between two looks at a log that had nothing new, or could not be read."""
 
 
 async def last_error_lines(client: AsyncCortexTrainingClient, job_id: str) -> list[str]:
@@ -57,7 +59,7 @@ def _text(entry: Any) -> str:
 async def service_log(driver: Driver) -> AsyncIterator[None]:
     """Hand every new line of the training sub-job's log to the progress callback, stage ``log``, while a run goes on.
 
-    Best effort: what can't be read is left out.
+    Best effort: a log that can't be read is tried again, and harms nothing.
     """
     task = asyncio.create_task(_follow(driver))
     try:
@@ -68,12 +70,34 @@ async def service_log(driver: Driver) -> AsyncIterator[None]:
 
 
 async def _follow(driver: Driver) -> None:
-    job_id = ""
+    job_id, cursor, pause = "", None, _SHORTEST_PAUSE_S
     while True:
         current = driver.state.current
-        if current is not None and current.job_id != job_id and driver.state.has_run(current.job_id):
-            job_id = current.job_id
-            with contextlib.suppress(CortexTrainingError):
-                async for entry in driver.client.stream_logs(job_id, sub_job_id=f"{job_id}:training:0"):
-                    driver.tell("log", message=_text(entry)[:_LINE_CHARACTERS])
-        await asyncio.sleep(_LOOK_S)
+        if current is None or (current.owned and not driver.state.has_run(current.job_id)):
+            await asyncio.sleep(_LOOK_S)
+            continue
+        if current.job_id != job_id:
+            job_id, cursor, pause = current.job_id, None, _SHORTEST_PAUSE_S
+        entries, cursor = await _next_lines(driver.client, job_id, cursor)
+        for entry in entries:
+            driver.tell("log", message=_text(entry)[:_LINE_CHARACTERS])
+        pause = _SHORTEST_PAUSE_S if entries else min(pause * 1.5, _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause)
+
+
+async def _next_lines(
+    client: AsyncCortexTrainingClient, job_id: str, cursor: str | None
+) -> tuple[list[Any], str | None]:
+    """The lines behind `cursor`, none when they can't be read now, and the cursor behind them. None is the beginning; an
+    empty cursor stands for a log that was read and gave none.
+    """
+    try:
+        page = await client.tail_logs(job_id, sub_job_id=f"{job_id}:training:0", cursor=cursor or None)
+    except CortexTrainingError:
+        return [], cursor
+    following = page.get("next_cursor")
+    entries = page.get("entries") or []
+    if isinstance(following, str) and following and following != cursor:
+        return entries, following
+    # The cursor has not moved, so this is the page that was read before, unless it is the first one.
+    return (entries, "") if cursor is None else ([], cursor)
