@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout, TaskDeferred
 
+from airflow_cortex_training.links import CortexTrainingCheckpointLink, CortexTrainingJobLink
 from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
 from airflow_cortex_training.run_folder import is_let_go, write_plan
@@ -90,6 +91,21 @@ def test_both_ways_train_every_step_once(
     assert len(json.dumps(result)) < 1000
     assert all(len(json.dumps(d.trigger.serialize())) < 1000 for d in run.deferrals)
     assert all(len(json.dumps(event)) < 1000 for event in run.events)
+
+
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_links_lead_to_the_job_that_the_run_made_and_to_what_it_published(
+    task_run, service_connection, local_service, manifest, root, no_grace, deferrable
+) -> None:
+    operator = train(service_connection, plan(root, manifest, steps=2), deferrable=deferrable)
+    result = task_run("train").execute(operator)
+    key = SimpleNamespace()
+    job = CortexTrainingJobLink().get_link(operator, ti_key=key)
+    assert job.startswith(local_service.base_url)
+    assert job.endswith(f"/{result['job_id']}")
+    published = CortexTrainingCheckpointLink().get_link(operator, ti_key=key)
+    # A folder has no page; the task's XComs name it.
+    assert published.endswith("/dags/dag/runs/manual__2026-01-01/tasks/train/xcom")
 
 
 def test_progress_reaches_the_log(task_run, service_connection, manifest, root, no_grace, caplog, capfd) -> None:

@@ -51,7 +51,7 @@ class CortexTrainingRunLink(BaseOperatorLink):
 
 
 class CortexTrainingCheckpointLink(BaseOperatorLink):
-    """Where the files of a checkpoint are."""
+    """Where the files of a checkpoint are, or what the task tells of it."""
 
     name = "Checkpoint"
 
@@ -82,12 +82,13 @@ def run_url(context: Context) -> str:
     return f"{base}/dags/{quote(ti.dag_id, safe='')}/runs/{run}/tasks/{quote(ti.task_id, safe='')}{mapped}"
 
 
-def location_url(location: str) -> str:
-    """A page about a place: the bucket's in the console of AWS, a file URL for a path."""
+def location_url(location: str, context: Context) -> str:
+    """A page about a place: the bucket's in the console of AWS; for any other place the XComs of the task, which name
+    it. Airflow shows no link that is neither http nor https, and no browser would open a path from its pages."""
     if location.startswith("s3://"):
         bucket, _, prefix = location.removeprefix("s3://").partition("/")
         return f"https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={quote(prefix.rstrip('/'))}/"
-    return location if "://" in location else f"file://{quote(location)}"
+    return location if location.startswith(("http://", "https://")) else f"{run_url(context)}/xcom"
 
 
 def _console_url(account: str) -> str:

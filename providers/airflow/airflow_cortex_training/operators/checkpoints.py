@@ -196,7 +196,7 @@ class CortexTrainingExportOperator(CortexTrainingOperator):
                 else:
                     exported = self._to_path(client, settings, self._manifest(listed))
         exported["global_steps"] = listed.get("global_steps")
-        note(self, CortexTrainingCheckpointLink, location_url(exported["path"]))
+        note(self, CortexTrainingCheckpointLink, location_url(exported["path"], context))
         self._exported = (exported, settings)
         return exported
 
@@ -317,7 +317,7 @@ class CortexTrainingPublishOperator(CortexTrainingOperator):
             entry.step,
             "" if created else ", as before",
         )
-        note(self, CortexTrainingCheckpointLink, location_url(entry.location))
+        note(self, CortexTrainingCheckpointLink, location_url(entry.location, context))
         self._published = {
             "entry": entry.name,
             "location": entry.location,

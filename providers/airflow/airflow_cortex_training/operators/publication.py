@@ -62,7 +62,7 @@ class CortexTrainingResolveOperator(CortexTrainingOperator):
                 missing = f"{self.root}: {found}; at least step {self.min_step} is wanted"
                 raise AirflowSkipException(missing) if self.missing == "skip" else NothingPublished(missing)
         self.log.info("the latest publication is %s (epoch %d, step %d)", entry.location, entry.epoch, entry.step)
-        note(self, CortexTrainingCheckpointLink, location_url(entry.location))
+        note(self, CortexTrainingCheckpointLink, location_url(entry.location, context))
         return described(log, entry)
 
 

@@ -190,7 +190,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         root = root or event.get("root") or (DurableRecord(context).current or {}).get("root")
         if event.get("status") == Status.TRAINED:
             result = dict(event["result"])
-            self._note_result(result)
+            with contextlib.suppress(CortexTrainingError):
+                self._note_result(context, self.hook.settings(), result)
             self.log.info("trained %s steps, loss %s -> %s", result["steps"], result["first_loss"], result["last_loss"])
             self._trained = result
             return result
@@ -286,6 +287,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             raise
         self._driving = None
         self._trained = result.to_dict()
+        self._note_result(context, settings, self._trained)
         return self._trained
 
     async def _run(self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str) -> TrainingResult:
@@ -314,16 +316,18 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
 
     def _note_links(self, context: Context, settings: ConnectionSettings, plan: TrainingPlan) -> None:
         note(self, CortexTrainingRunLink, run_url(context))
-        note(self, CortexTrainingCheckpointLink, location_url(plan.root))
+        note(self, CortexTrainingCheckpointLink, location_url(plan.root, context))
         if plan.job_id:
             note(self, CortexTrainingJobLink, job_url(settings, plan.job_id))
 
-    def _note_result(self, result: Mapping[str, Any]) -> None:
+    def _note_result(self, context: Context, settings: ConnectionSettings, result: Mapping[str, Any]) -> None:
+        # The last job of several; one that the run owned was not known when the task deferred.
+        note(self, CortexTrainingJobLink, job_url(settings, str(result["job_id"])))
         if result.get("entry"):
             from cortex_training.publication import Entry
 
             location = Entry.parse(str(result["entry"]), str(result["root"])).location
-            note(self, CortexTrainingCheckpointLink, location_url(location))
+            note(self, CortexTrainingCheckpointLink, location_url(location, context))
 
     # After
 
