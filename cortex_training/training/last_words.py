@@ -88,8 +88,9 @@ async def _follow(driver: Driver) -> None:
 async def _next_lines(
     client: AsyncCortexTrainingClient, job_id: str, cursor: str | None
 ) -> tuple[list[Any], str | None]:
-    """The lines behind `cursor`, none when they can't be read now, and the cursor behind them. None is the beginning; an
-    empty cursor stands for a log that was read and gave none.
+    """The lines behind `cursor`, none when they can't be read now, and the cursor behind them.
+
+    None is the beginning; an empty cursor stands for a log that was read and gave none.
     """
     try:
         page = await client.tail_logs(job_id, sub_job_id=f"{job_id}:training:0", cursor=cursor or None)

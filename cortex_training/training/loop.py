@@ -99,6 +99,7 @@ async def _train(driver: Driver, frames: Frames) -> None:
     """Train to the last step, in as many segments as it takes."""
     if driver.state.diverged is None and driver.state.finished_steps >= driver.plan.steps:
         return
+    _tell_of_accumulation(driver)
     recovering = True
     while True:
         try:
@@ -115,6 +116,16 @@ async def _train(driver: Driver, frames: Frames) -> None:
         except SegmentLost as lost:
             await _replace(driver, lost)
             recovering = False
+
+
+def _tell_of_accumulation(driver: Driver) -> None:
+    batches = driver.plan.micro_batches_per_step
+    if batches > 1:
+        driver.tell(
+            "plan",
+            message=f"the gradients of {batches} forward-backwards add up before each step, undivided: {batches} times "
+            "the gradient of their mean loss",
+        )
 
 
 async def _replace(driver: Driver, lost: SegmentLost) -> None:

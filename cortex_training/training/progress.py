@@ -13,8 +13,8 @@ from cortex_training.errors import CortexTrainingError
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a run. `stage` is ``job``, ``recover``, ``train``, ``save``, ``publish``, ``log`` (a line of the
-    service's log) or ``done``.
+    """One moment of a run. `stage` is ``plan`` (what the plan means), ``job``, ``recover``, ``train``, ``save``,
+    ``publish``, ``log`` (a line of the service's log) or ``done``.
 
     Of the `step_s` seconds of a step, `remote_s` were spent on requests that the service had, and `waiting_s` before
     something was tried again; the rest is the driver's own and the network's. `remaining_s` goes by the last steps,

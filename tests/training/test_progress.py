@@ -2,11 +2,13 @@
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 
 from cortex_training.cli.runs import _progress
 from cortex_training.training import TrainingPlan
+from cortex_training.training.loop import _tell_of_accumulation
 from cortex_training.training.progress import Pace, Progress
 
 PLAN = TrainingPlan(root="r", dataset="d", steps=4, micro_batch_size=1)
@@ -38,6 +40,20 @@ def test_every_moment_is_shown(monkeypatch, stream):
     assert "[rank 0] markup [/] is only text" in text
     assert "loss 2.2500" in text
     assert ("0:01:05 left" if stream is Terminal else "65 s left") in text
+
+
+@pytest.mark.parametrize(("batches", "told"), [(1, []), (4, [("plan", "the gradients of 4 forward-backwards add up")])])
+def test_a_plan_with_accumulation_says_so_once(batches, told):
+    said = []
+
+    class Driver:
+        plan = replace(PLAN, micro_batches_per_step=batches)
+
+        def tell(self, stage, message):
+            said.append((stage, message[:43]))
+
+    _tell_of_accumulation(Driver())
+    assert said == told
 
 
 def test_a_line_says_where_the_time_went():
