@@ -88,6 +88,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy providers/airflow/airflow_cortex_training
+	$(BIN)/mypy providers/prefect/prefect_cortex_training
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
