@@ -7,6 +7,7 @@ import pytest
 from cortex_training.aio import AsyncCortexTrainingClient
 from cortex_training.publication import PosixStore, PublicationLog, StoreError
 from cortex_training.training import RunFailed, RunInterrupted, run, status
+from cortex_training.training.driver import Driver
 from cortex_training.training.last_words import last_error_lines
 from tests.faults.proxy import ANSWER, DROP_BEFORE
 
@@ -76,10 +77,18 @@ def test_old_publications_that_cannot_be_removed_end_no_run(runs, monkeypatch):
     assert any("could not be removed: remove pub/" in moment.message for moment in runs.progress)
 
 
-def test_a_run_that_was_stopped_before_its_job_existed_creates_none(runs):
+def test_a_run_that_was_stopped_before_its_job_existed_creates_none(runs, monkeypatch):
+    claim = Driver.claim
+
+    async def claim_and_stop(*arguments, stop, **options):
+        driver = await claim(*arguments, stop=stop, **options)
+        stop.set()
+        return driver
+
+    monkeypatch.setattr(Driver, "claim", claim_and_stop)
+
     async def main():
         stop = asyncio.Event()
-        stop.set()
         async with runs.client() as client:
             with pytest.raises(RunInterrupted):
                 await run(runs.plan(), client, stop=stop)
