@@ -194,7 +194,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             names = [
                 "waits_for_the_queue",
                 "awaits_the_queue",
-                "waits_for_capacity",
                 "holds_a_job",
                 "starts_another",
                 "goes_task_by_task",

@@ -23,7 +23,6 @@ from prefect_cortex_training import (
     save,
     submit_save,
     train,
-    wait_for_capacity,
 )
 
 CORTEX = "cortex"
@@ -50,12 +49,6 @@ async def awaits_the_queue(sub_jobs: list[dict[str, Any]]) -> str:
         job_id = await acreate_job(CORTEX, sub_jobs)
         await aawait_remote(CORTEX, job_id, poll_s=1.0)
     return job_id
-
-
-@flow(persist_result=True, result_serializer="json")
-def waits_for_capacity(gpus: int, timeout_s: float = 600.0) -> int:
-    """Asks for nothing until so many GPUs are free."""
-    return wait_for_capacity(CORTEX, gpus, poll_s=1.0, timeout_s=timeout_s)
 
 
 @flow(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.flow_runs import resume_flow_run, suspend_flow_run
 
 from tests.conftest import ServiceFactory
 
@@ -78,3 +80,24 @@ def test_lost_results_and_a_lost_job(live: Live, full_service: Any) -> None:
     for run in (forgets, loses):
         # One start for the wait for the job, at most one for that for the save: never in circles.
         assert live.states(run).count("Suspended") <= 2
+
+
+def test_a_run_that_somebody_suspends_stops_between_two_tasks_and_goes_on_with_its_job(
+    live: Live, cortex: Any, tmp_path: Path
+) -> None:
+    """Suspended from outside, and resumed at once when its process is gone: no task runs twice, and no job is lost."""
+    file, tasks = tmp_path / "lines", 60
+    run = live.run("goes-task-by-task/live", sub_jobs=sub_jobs(), file=str(file), tasks=tasks)
+    wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= 3, "three tasks")
+    suspend_flow_run(flow_run_id=run)
+    wait_until(lambda: not flow_processes(run), "the end of the flow's process")
+    assert live.read(run).state_name == "Suspended"
+    assert len(file.read_text().splitlines()) < tasks
+    (job,) = live.jobs_of(run)
+    assert job in live_jobs(cortex)
+
+    resume_flow_run(run)
+    live.wait_for_state(run, "Completed")
+    assert [int(line) for line in file.read_text().splitlines()] == list(range(tasks))
+    assert live.jobs_of(run) == [job]
+    assert job not in live_jobs(cortex)
