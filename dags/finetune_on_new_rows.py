@@ -141,10 +141,9 @@ with DAG(
 
 @task
 def published() -> dict[str, Any]:
-    """The publication this run is about: the sub-jobs that load it, what it is asked, and where its answers go.
+    """The publication this run is about: the sub-jobs that load it, and where its answers go.
 
-    Several publications may have started one run; the latest is evaluated. The prompts pass through here because text
-    that stands in an operator is a template, of which Jinja drops a newline at the end.
+    Several publications may have started one run; the latest is evaluated.
     """
     events = [event for events in get_current_context()["triggering_asset_events"].values() for event in events]
     latest = max((event.extra["payload"] for event in events), key=lambda told: told["entry"])
@@ -152,7 +151,6 @@ def published() -> dict[str, Any]:
     Path(ROOT, "answers").mkdir(exist_ok=True)
     return {
         "sub_jobs": [{**SAMPLING, "source_checkpoint_info": checkpoint}],
-        "prompts": PROMPTS,
         "answers": f"{ROOT}/answers/{latest['epoch']}-{latest['step']}.jsonl",
     }
 
@@ -173,7 +171,7 @@ with DAG(
     answer = CortexTrainingGenerateOperator(
         task_id="answer",
         job_id=load.output,
-        prompts=subject["prompts"],
+        prompts=PROMPTS,
         sampling_params={"max_tokens": setting("MAX_NEW_TOKENS", 64), "temperature": 0.0},
         output_path=subject["answers"],
     )
