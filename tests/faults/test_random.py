@@ -136,11 +136,12 @@ def live_through(scene, seed):
         scene.chunk_payload_bytes = 3000
     if night.cancels_a_batch:
         cancel_a_batch(scene, skip=night.chance.randrange(8))
-    asleep = []
+    started, asleep = [], []
     try:
         for number, hit in enumerate(night.hits):
             process = scene.start(hit)
-            if hit.action == FREEZE and wait_until_frozen(process):
+            started.append(process)
+            if hit.action == FREEZE and wait_until_frozen(process, scene.patience_s):
                 asleep.append(Sleeper(scene, hit, process))
             else:
                 scene.wait(process)
@@ -152,8 +153,8 @@ def live_through(scene, seed):
         while asleep:
             asleep.pop(0).wake_up()
     finally:
-        for sleeper in asleep:
-            sleeper.process.kill()
+        for process in started:
+            process.kill()
     scene.finish()
 
 
