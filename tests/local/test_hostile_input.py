@@ -387,7 +387,11 @@ def test_a_body_does_not_count_as_the_headers_behind_it(local_service: RunningSe
     head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: %d\r\n\r\n" % len(body)
     begun = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    pieces = {"one piece": [head + body + begun], "head apart": [head, body + begun], "body apart": [head + body, begun]}
+    pieces = {
+        "one piece": [head + body + begun],
+        "head apart": [head, body + begun],
+        "body apart": [head + body, begun],
+    }
     for _ in range(20):
         with socket.create_connection((host, int(port)), timeout=30) as one:
             for piece in pieces[together]:
