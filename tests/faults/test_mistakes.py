@@ -1,13 +1,21 @@
-"""The suite tests itself: each planted mistake is caught by a schedule that an engine without it survives."""
+"""The suite tests itself: each planted mistake is caught by a schedule that an engine without it survives, and by one
+of the first random nights.
+"""
 
 import pytest
 
 from tests.faults import test_lost_jobs, test_network, test_two_drivers
 from tests.faults.driver import KILL, Hit
 from tests.faults.mistakes import MISTAKES
+from tests.faults.oracle import Wrong
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE
+from tests.faults.test_random import live_through
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+NIGHTS = range(1, 201)
+NIGHT_PATIENCE_S = 60.0
+OUT_OF_TIME = ("was not done after", "did not come to the point")
 
 
 def die_before_the_batch_behind_a_save(scene):
@@ -35,12 +43,32 @@ def test_every_mistake_has_a_schedule():
     assert set(SCHEDULES) == set(MISTAKES)
 
 
+def is_a_judgement(caught):
+    """Whether the judge found something: a mistake that no longer fits the engine, and crashes it, or a slow machine
+    would end a schedule just as well.
+    """
+    return not any(said in str(caught) for said in ("Traceback", *OUT_OF_TIME))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_caught(scene, mistake):
     scene.mistake = mistake
     with pytest.raises(AssertionError) as caught:
         SCHEDULES[mistake](scene)
-    # A mistake that no longer fits the engine, and crashes it, or a slow machine would be caught just as well.
-    assert "Traceback" not in str(caught.value)
-    assert "was not done after" not in str(caught.value)
+    assert is_a_judgement(caught.value)
     print(f"{MISTAKES[mistake].what}: {caught.value}")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_random_night_catches_a_planted_mistake(next_scene, mistake):
+    for seed in NIGHTS:
+        with next_scene() as scene:
+            scene.mistake, scene.patience_s = mistake, NIGHT_PATIENCE_S
+            try:
+                live_through(scene, seed)
+            except Wrong as caught:
+                if is_a_judgement(caught):
+                    print(f"{MISTAKES[mistake].what}: night {seed}: {caught}")
+                    return
+    pytest.fail(f"no night of {NIGHTS} caught it: {MISTAKES[mistake].what}")
