@@ -207,6 +207,8 @@ class TestARunOfSomebodyElse:
         yield driving
         driving.cancel()
         await asyncio.wait({driving})
+        end = CortexTrainingCancelJobOperator(task_id="end", conn_id=service_connection, root=root)
+        await asyncio.to_thread(task_run("end").execute, end)
 
     async def _lives(self, driving: Any, service: Any, root: str) -> None:
         known = len(steps_executed(service, root))

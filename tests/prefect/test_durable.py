@@ -55,8 +55,11 @@ def test_the_key_is_pinned() -> None:
     assert key() == "ff16e96b22cafa61a9da4eb5b432dd0d436c2a224ce7877d78375a8198fe5f2e"
 
 
-# `train` is a function around the task `train_here`.
-@pytest.mark.parametrize("name", [name for name in tasks.__all__ if not name.endswith(("create_job", "train"))])
+# Functions around the tasks `train_here` and `wait_for_capacity_here`.
+AROUND = ("create_job", "train", "for_capacity")
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.__all__ if not name.endswith(AROUND)])
 def test_no_task_depends_on_its_source(name: str) -> None:
     task = getattr(tasks, name)
     assert type(task.cache_policy).__name__ == "CacheKeyFnPolicy"
