@@ -23,6 +23,9 @@ from cortex_training.training.state import Base, Operation
 
 _TRIES = 3
 """How often a forward-backward whose request the service forgot is sent."""
+LATE_S = 30.0
+"""How long a step that was not executed is waited for before it is sent again to a job that can't be replaced: longer
+than networks hold a request back."""
 SAVE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0, 32.0)
 """Seconds after each save that got no answer: two minutes in all, besides what the client itself waits."""
 
@@ -90,18 +93,23 @@ async def optimizer_step(driver: Driver, step: int, meanwhile: Callable[[], Awai
     """
     segment = driver.segment
     rate = driver.learning_rate(step)
-    try:
-        operation = await driver.submit("step", step, partial(driver.client.step, segment.job_id, rate))
-    except OutcomeUnknown as unknown:
-        driver.tell("recover", message=str(unknown))
-        return await settle_step(driver, _open(driver, "step", step))
-    if meanwhile is not None:
-        await meanwhile()
-    return await step_result(driver, operation)
+    while True:
+        try:
+            operation = await driver.submit("step", step, partial(driver.client.step, segment.job_id, rate))
+        except OutcomeUnknown as unknown:
+            driver.tell("recover", message=str(unknown))
+            settled = await settle_step(driver, _open(driver, "step", step))
+        else:
+            if meanwhile is not None:
+                await meanwhile()
+                meanwhile = None
+            settled = await step_result(driver, operation)
+        if settled is not None:
+            return settled
 
 
-async def step_result(driver: Driver, operation: Operation) -> int:
-    """The confirmed ``global_steps`` of a step whose request id is known."""
+async def step_result(driver: Driver, operation: Operation) -> int | None:
+    """The confirmed ``global_steps`` of a step whose request id is known; None when it has to be sent again."""
     try:
         result = await driver.result(operation)
     except NotFoundError:
@@ -112,32 +120,47 @@ async def step_result(driver: Driver, operation: Operation) -> int:
     return await _confirm_step(driver, operation, int(result["global_steps"]), _gradient_norm(result))
 
 
-async def settle_step(driver: Driver, operation: Operation) -> int:
-    """Find out whether a step was executed: save, and read the save's ``global_steps``.
+async def settle_step(driver: Driver, operation: Operation) -> int | None:
+    """Find out whether a step was executed: save, and read the save's ``global_steps``. None: it has to be sent again.
 
     One less than expected means that the request may still land, so this job must not be used any more; the save
-    holds everything up to here, and no step is lost.
+    holds everything up to here, and no step is lost. Where no other job may be made, the request is given time to
+    land, and if it does not the step is sent again. Should the first one come even later, the next step or save
+    answers a count that nobody expects, and nothing behind it is published.
     """
     segment, step = driver.segment, operation.step
     offset = segment.certain_offset
     if offset is None:
         # A guess could count a step that never ran, or train one again that is in the save already.
         raise SegmentLost(f"step {step} got no answer, and how job {segment.job_id} counts its steps is not known yet")
-    driver.tell("recover", message=f"was step {step} executed? A save tells.")
-    saved, save_operation = await _save_now(driver, step)
-    await _close(driver, save_operation, "done", {**saved, "settles": True})
-    found = saved["global_steps"]
     expected = offset + step
+    driver.tell("recover", message=f"was step {step} executed? A save tells.")
+    saved = await _counted(driver, step)
+    if saved["global_steps"] == expected - 1 and not driver.plan.owns_job:
+        driver.tell("recover", message=f"step {step} has not been executed; it may still be under way for {LATE_S:g} s")
+        await driver.pause(LATE_S)
+        saved = await _counted(driver, step)
+    found = saved["global_steps"]
     if found == expected:
         await _close(driver, operation, "done", {"global_steps": found, "settled_by": saved["checkpoint_id"]})
         return expected
-    if found == expected - 1:
-        base = Base(saved["checkpoint_id"], segment.job_id, step - 1, found)
-        # Before the step counts as refused: a crash in between must not let the next driver send it here again.
-        await driver.record("rescued", {"base": asdict(base)})
+    if found != expected - 1:
+        raise SegmentLost(f"a save after step {step} has global_steps {found} where {expected} was expected")
+    if not driver.plan.owns_job and segment.lost_steps(step) + 1 < driver.plan.max_attempts:
         await _close(driver, operation, "refused", {"settled_by": saved["checkpoint_id"]})
-        raise SegmentLost(f"step {step} was sent and has not been executed; it may still land on job {segment.job_id}")
-    raise SegmentLost(f"a save after step {step} has global_steps {found} where {expected} was expected")
+        return None
+    base = Base(saved["checkpoint_id"], segment.job_id, step - 1, found)
+    # Before the step counts as refused: a crash in between must not let the next driver send it here again.
+    await driver.record("rescued", {"base": asdict(base)})
+    await _close(driver, operation, "refused", {"settled_by": saved["checkpoint_id"]})
+    raise SegmentLost(f"step {step} was sent and has not been executed; it may still land on job {segment.job_id}")
+
+
+async def _counted(driver: Driver, step: int) -> dict[str, Any]:
+    """A save that is made only to read its ``global_steps``."""
+    saved, operation = await _save_now(driver, step)
+    await _close(driver, operation, "done", {**saved, "settles": True})
+    return saved
 
 
 async def read_count(driver: Driver) -> None:
@@ -149,8 +172,7 @@ async def read_count(driver: Driver) -> None:
     segment = driver.segment
     if segment.owned or segment.certain_offset is not None or segment.of("step"):
         return
-    saved, operation = await _save_now(driver, segment.start_step)
-    await _close(driver, operation, "done", {**saved, "settles": True})
+    await _counted(driver, segment.start_step)
 
 
 async def save(driver: Driver, step: int) -> None:

@@ -198,6 +198,10 @@ class Segment:
     def failures(self, op: str, step: int) -> int:
         return sum(1 for o in self.of(op, step) if o.status == "failed")
 
+    def lost_steps(self, step: int) -> int:
+        """How often `step` was sent and, by a save's count, was not executed."""
+        return sum(1 for o in self.of("step", step) if o.status == "refused" and "settled_by" in o.result)
+
     def attempts_failed(self, step: int, micro_batch: int) -> int:
         return sum(
             1 for o in self.of("forward_backward", step) if o.micro_batch == micro_batch and o.status == "failed"

@@ -9,7 +9,7 @@ from cortex_training.errors import AuthError
 from cortex_training.publication.log import PublicationLog
 from cortex_training.training import RunFailed, Superseded, cancel_jobs, end_run, operations, run, status
 from tests.conftest import start_service
-from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, FaultProxy
+from tests.faults.proxy import ANSWER, DROP_AFTER, DROP_BEFORE, LATE, FaultProxy
 from tests.training.conftest import Runs
 
 DEAD = ("cancelling", "cancelled")
@@ -93,13 +93,50 @@ def stepped_once(runs):
     return job_id
 
 
-def test_a_lost_step_on_somebody_elses_job_is_not_taken_for_done(runs, proxy):
+@pytest.fixture
+def hasty(monkeypatch):
+    """Networks that hold no request back for long."""
+    monkeypatch.setattr(operations, "LATE_S", 0.5)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_never_came_to_somebody_elses_job_is_sent_again(runs, proxy, hasty, step):
     job_id = stepped_once(runs)
-    proxy.add(r"^POST .*/step$", DROP_BEFORE)
+    proxy.add(r"^POST .*/step$", DROP_BEFORE, skip=step - 1)
+    result = runs.run(runs.plan(job_id=job_id, steps=3))
+    assert (result.steps, result.segments) == (3, 1)
+    assert steps(runs, job_id) == [1, 2, 3, 4]
+    cancel(runs, job_id)
+
+
+def test_a_step_that_comes_late_to_somebody_elses_job_is_waited_for(runs, proxy, monkeypatch):
+    monkeypatch.setattr(operations, "LATE_S", 3.0)
+    job_id = stepped_once(runs)
+    proxy.add(r"^POST .*/step$", LATE, skip=1, delay_s=0.3)
+    result = runs.run(runs.plan(job_id=job_id, steps=3))
+    assert (result.steps, result.segments) == (3, 1)
+    assert steps(runs, job_id) == [1, 2, 3, 4]
+    cancel(runs, job_id)
+
+
+def test_a_step_that_comes_after_it_was_sent_again_ends_the_run_and_nothing_of_it_is_published(runs, proxy, hasty):
+    job_id = stepped_once(runs)
+    proxy.add(r"^POST .*/step$", LATE, skip=1, delay_s=4.0)
+    with pytest.raises(RunFailed, match="expected.*may not create one"):
+        runs.run(runs.plan(job_id=job_id, steps=40))
+    published = PublicationLog(runs.root).entries()
+    doubled = status(runs.root).state.current.confirmed_step
+    assert all(entry.step <= doubled for entry in published)
+    cancel(runs, job_id)
+
+
+def test_a_job_that_never_gets_a_step_ends_the_run_on_somebody_elses_job(runs, proxy, hasty):
+    job_id = stepped_once(runs)
+    proxy.add(r"^POST .*/step$", DROP_BEFORE, times=9)
     with pytest.raises(RunFailed, match=r"step 1 was sent and has not been executed.*may not create one"):
-        runs.run(runs.plan(job_id=job_id, steps=3))
+        runs.run(runs.plan(job_id=job_id, steps=3, max_attempts=2))
     assert steps(runs, job_id) == [1]
-    assert status(runs.root).state.current.confirmed_step == 0
+    assert status(runs.root).state.current.lost_steps(1) == 2
     cancel(runs, job_id)
 
 
