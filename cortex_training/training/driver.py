@@ -131,16 +131,20 @@ class Driver:
     ) -> Driver:
         """Take the run over: claim the next epoch, put ``takeover`` into the journal, wait out what a predecessor may
         still send.
+
+        Raises RunInterrupted when `stop` is set while it waits. It writes no ``released`` then, since that would speak
+        for the predecessor too: the next driver waits anew.
         """
         info = {"host": socket.gethostname(), "pid": os.getpid(), "attempt": attempt}
         epoch = await offload(PublicationLog(store).claim_epoch, info)
         # In one piece, off the loop: the journal of a long run takes a while to replay.
         writer, packer, state, released = await offload(_take_over, store, epoch, info)
+        folder = f"{attempt or 'run'}-e{epoch.number}"
+        driver = cls(plan, client, store, writer, packer, state, attempt=folder, progress=progress, stop=stop)
         if not released and _may_still_be_sent(state):
             # A second longer, for clocks that run at different rates.
-            await asyncio.sleep(_last_window_s(state) + 1.0)
-        folder = f"{attempt or 'run'}-e{epoch.number}"
-        return cls(plan, client, store, writer, packer, state, attempt=folder, progress=progress, stop=stop)
+            await driver.until_stopped(asyncio.sleep(_last_window_s(state) + 1.0))
+        return driver
 
     # -- journal
     # ---------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class TrainingResult:
 
 
 class RunInterrupted(CortexTrainingError):
-    """The host asked the run to stop. It is released: the same plan on the same root goes on where it stopped."""
+    """The host asked the run to stop. The same plan on the same root goes on where it stopped."""
 
 
 class RunFailed(CortexTrainingError, RuntimeError):

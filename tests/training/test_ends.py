@@ -1,6 +1,7 @@
 """How a run ends and goes on: its budget, more steps, passes over the data, saves that nothing can go on from."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
@@ -11,7 +12,7 @@ from cortex_training._chunks import CHUNK_OVERHEAD_BYTES
 from cortex_training.datasets import Dataset
 from cortex_training.protocol import training as protocol
 from cortex_training.publication import PosixStore, PublicationLog, SaveManifest
-from cortex_training.training import RunFailed, Superseded, driver, status
+from cortex_training.training import RunFailed, RunInterrupted, Superseded, driver, run, status
 from cortex_training.training.chart import draw_losses
 from cortex_training.training.journal import read_journal
 from cortex_training.training.metrics import read_metrics
@@ -192,6 +193,54 @@ class TestTheSendingWindow:
         records = read_journal(PosixStore(runs.root))
         takeover = max(r.number for r in records if r.type == "takeover")
         assert all(r.type == "takeover" for r in records if r.number >= takeover)
+
+    def test_a_driver_that_is_told_to_stop_while_it_waits_one_out_leaves_the_wait_to_its_successor(
+        self, runs, monkeypatch
+    ):
+        write = driver.Driver.record
+        dead = []
+
+        class Killed(BaseException):
+            pass
+
+        async def dying(self, type_, body):
+            if dead or (type_ == "sent" and self.state.operation(body["intent"]).op == "step"):
+                dead.append(type_)
+                raise Killed
+            return await write(self, type_, body)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(driver.Driver, "record", dying)
+            with contextlib.suppress(Killed):
+                runs.run(runs.plan(steps=2))
+        assert dead
+
+        take_over = driver._take_over
+
+        async def main():
+            stop = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def take_over_and_be_told(*arguments):
+                taken = take_over(*arguments)
+                loop.call_soon_threadsafe(loop.call_later, 0.2, stop.set)
+                return taken
+
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "_take_over", take_over_and_be_told)
+                patch.setattr(driver, "SEND_WINDOW_S", 120.0)
+                async with asyncio.timeout(30), runs.client() as client:
+                    with pytest.raises(RunInterrupted):
+                        await run(runs.plan(steps=2), client, stop=stop)
+
+        asyncio.run(main())
+        assert not status(runs.root).state.released, "the one before it may still send"
+        monkeypatch.setattr(driver, "SEND_WINDOW_S", 1.0)
+        result = runs.run(runs.plan(steps=2))
+        assert (result.steps, result.epoch) == (2, 3)
+        records = read_journal(PosixStore(runs.root))
+        waited = next(n for n, r in enumerate(records) if r.epoch == 3)
+        assert records[waited + 1].at - records[waited].at >= 2.0
 
 
 def test_metrics_say_where_the_time_went_and_a_torn_line_harms_nobody(eight_steps, tmp_path):
