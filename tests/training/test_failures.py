@@ -1,6 +1,7 @@
 """What a person is told when a run can't go on, and what a failure leaves behind."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -75,6 +76,24 @@ def test_old_publications_that_cannot_be_removed_end_no_run(runs, monkeypatch):
     runs.run(runs.plan(steps=3, micro_batches_per_step=1, save_every_steps=1, keep_publications=1))
     assert [entry.step for entry in PublicationLog(runs.root).entries()] == [1, 2, 3]
     assert any("could not be removed: remove pub/" in moment.message for moment in runs.progress)
+
+
+def test_a_finished_run_that_cannot_be_released_is_finished_all_the_same(runs, monkeypatch):
+    create = PosixStore.create
+
+    def full(self, name, data=b""):
+        if b'"type": "released"' in data:
+            raise StoreError(f"write {name}: No space left on device")
+        return create(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "create", full)
+        result = runs.run()
+    assert (result.steps, result.entry) == (6, PublicationLog(runs.root).latest().name)
+    assert runs.progress[-1].stage == "done"
+    assert "No space left on device" in runs.progress[-1].message
+    assert not status(runs.root).state.released
+    assert runs.run() == dataclasses.replace(result, epoch=2)
 
 
 def test_a_run_that_was_stopped_before_its_job_existed_creates_none(runs, monkeypatch):
