@@ -381,7 +381,9 @@ def test_links_are_there_while_a_task_is_deferred_and_after(task_run, service_co
     pause = deferred(run, first)
     (link,) = first.operator_extra_links
     stored_xcoms: dict[str, Any] = {}
-    ti = SimpleNamespace(task_id="create", xcom_pull=lambda task_ids, key: stored_xcoms.get(key))
+    ti = SimpleNamespace(
+        task_id="create", map_index=-1, xcom_pull=lambda task_ids, key, map_indexes: stored_xcoms.get(key)
+    )
     url = link.get_link(first, ti_key=ti)
     assert url.startswith(client.base_url)
     assert url.endswith(pause.kwargs["job_id"])

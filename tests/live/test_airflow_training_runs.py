@@ -13,7 +13,7 @@ import pytest
 
 from cortex_training.publication import PublicationLog
 from tests.faults.proxy import HOLD, FaultProxy, Rule
-from tests.live.conftest import Night, run_status
+from tests.live.conftest import Night, Run, run_status
 
 STEPS = 12
 KILLED = ("triggerer", "scheduler", "triggerer")
@@ -38,6 +38,8 @@ def test_every_step_once_through_kills(night: Night, seed: int) -> None:
     for victim, third in zip(KILLED, thirds, strict=True):
         held = hold_step(night.proxy, chance.choice(third))
         assert held.holding.wait(150), run.why()
+        # The run made this job itself, while the task was deferred.
+        assert job_link(run).endswith(f"/{run_status(plan).state.job_ids[-1]}")  # type: ignore[union-attr]
         time.sleep(chance.uniform(0.0, 0.5))
         component = run.triggerer_of("train") if victim == "triggerer" else victim
         night.airflow.kill_component(component)
@@ -71,6 +73,12 @@ def test_a_worker_is_killed_with_and_without_its_supervisor(night: Night, seed: 
     assert run.xcom("train")["global_steps"] == 8
     assert run.instance("train")["try_number"] == 3
     night.settle(steps=8)
+
+
+def job_link(run: Run) -> str:
+    """What the task's page in the UI links to now."""
+    path = f"/dags/{run.dag_id}/dagRuns/{run.run_id}/taskInstances/train/links"
+    return str(run.night.airflow.request("GET", path)["extra_links"]["Cortex Training job"])
 
 
 def hold_step(proxy: FaultProxy, step: int) -> Rule:

@@ -1,11 +1,14 @@
 """Extra links of tasks: to the job, to the progress of a run, to a checkpoint. There while a task is deferred, too.
 
 Airflow asks a link for its URL at the end of *every* leg of a task, in the worker; what the operator noted until then
-is stored. A leg that noted nothing must not wipe what the leg before it did, so the stored one is told again.
+is stored. A leg that noted nothing must not wipe what the leg before it did, so the stored one is told again. A
+training run learns of its job between two legs, or in the middle of a long one: it stores the link itself.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from airflow.sdk.types import TaskInstanceKey
 
 _SNOWFLAKE = ".snowflakecomputing.com"
+
+_log = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
@@ -64,6 +69,43 @@ def note(operator: Any, link: type[BaseOperatorLink], url: str) -> None:
     operator.__dict__.setdefault("_noted_links", {})[link.__name__] = url
 
 
+class JobLinkOfRun:
+    """Stores the link to a run's job as soon as the run has one, and again when another job takes its place.
+
+    Called in the loop that hears of the run's progress; `ti` is the task instance, None where there is none.
+    """
+
+    def __init__(self, where: Endpoint, ti: Any) -> None:
+        self._where = where
+        self._ti = ti
+        self._job_id: str | None = None
+        self._storing: asyncio.Future[None] | None = None
+
+    def show(self, job_id: str | None) -> None:
+        if job_id is None or job_id == self._job_id or self._ti is None:
+            return
+        self._job_id = job_id
+        # In a thread: Airflow's answer may take its time, and neither the run nor a thousand waits shall stand still.
+        self._storing = asyncio.ensure_future(asyncio.to_thread(self._store, job_url(self._where, job_id)))
+
+    def _store(self, url: str) -> None:
+        from airflow.sdk.bases.xcom import BaseXCom
+
+        ti = self._ti
+        try:
+            # Not through the deployment's XCom backend: links are read from the database, as Airflow stores its own.
+            BaseXCom.set(
+                CortexTrainingJobLink().xcom_key,
+                url,
+                dag_id=ti.dag_id,
+                task_id=ti.task_id,
+                run_id=ti.run_id,
+                map_index=ti.map_index,
+            )
+        except Exception as error:
+            _log.warning("the link to the job could not be stored, training goes on: %s", error)
+
+
 def job_url(where: Endpoint, job_id: str) -> str:
     """A page about a job: Snowsight for a Snowflake account, the service's own JSON for any other host."""
     host = urlsplit(where.base_url).hostname or ""
@@ -103,5 +145,6 @@ def _console_url(account: str) -> str:
 def _noted(link: BaseOperatorLink, operator: Any, ti: Any) -> str:
     url = operator.__dict__.get("_noted_links", {}).get(type(link).__name__)
     if url is None and hasattr(ti, "xcom_pull"):
-        url = ti.xcom_pull(task_ids=ti.task_id, key=link.xcom_key)
+        # Of this instance: without an index a mapped task is given the links of all its instances.
+        url = ti.xcom_pull(task_ids=ti.task_id, key=link.xcom_key, map_indexes=ti.map_index)
     return str(url or "")

@@ -20,6 +20,7 @@ from airflow_cortex_training.links import (
     CortexTrainingCheckpointLink,
     CortexTrainingJobLink,
     CortexTrainingRunLink,
+    JobLinkOfRun,
     job_url,
     location_url,
     note,
@@ -273,7 +274,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         self._driving = (plan, settings, attempt)
         try:
             with self._keeping_a_live_run(context, plan.root, plan.credentials), clear_failures():
-                result = asyncio.run(self._run(plan, settings, attempt))
+                result = asyncio.run(self._run(plan, settings, attempt, context))
         except RunInterrupted as error:
             self._cancel_journal(context, plan.root, plan.credentials)
             raise self._too_late(plan.root) from error
@@ -290,13 +291,20 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         self._note_result(context, settings, self._trained)
         return self._trained
 
-    async def _run(self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str) -> TrainingResult:
+    async def _run(
+        self, plan: TrainingPlan, settings: ConnectionSettings, attempt: str, context: Context
+    ) -> TrainingResult:
         from cortex_training.aio import AsyncCortexTrainingClient
         from cortex_training.training import RunInterrupted, run
 
-        stop = asyncio.Event()
+        stop, job_link = asyncio.Event(), JobLinkOfRun(settings, context["ti"])
+
+        def tell(moment: Progress) -> None:
+            job_link.show(moment.job_id)
+            self.log.info("%s", moment.line())
+
         async with AsyncCortexTrainingClient(**settings.client_arguments()) as client:
-            running = asyncio.ensure_future(run(plan, client, self._tell, attempt=attempt, stop=stop))
+            running = asyncio.ensure_future(run(plan, client, tell, attempt=attempt, stop=stop))
             try:
                 await asyncio.wait({running}, timeout=self.time_limit_s(self.timeout_s))
                 stop.set()
@@ -309,9 +317,6 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
                 raise RunInterrupted(f"{plan.root}: not ended at its deadline")
             return running.result()
 
-    def _tell(self, moment: Progress) -> None:
-        self.log.info("%s", moment.line())
-
     # What users see beside the log
 
     def _note_links(self, context: Context, settings: ConnectionSettings, plan: TrainingPlan) -> None:
@@ -321,7 +326,7 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             note(self, CortexTrainingJobLink, job_url(settings, plan.job_id))
 
     def _note_result(self, context: Context, settings: ConnectionSettings, result: Mapping[str, Any]) -> None:
-        # The last job of several; one that the run owned was not known when the task deferred.
+        # The last job of several.
         note(self, CortexTrainingJobLink, job_url(settings, str(result["job_id"])))
         if result.get("entry"):
             from cortex_training.publication import Entry

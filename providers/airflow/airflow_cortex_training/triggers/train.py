@@ -12,6 +12,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cortex_training.connection import ConnectionSettings, Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
+from airflow_cortex_training.links import JobLinkOfRun
 from airflow_cortex_training.run_folder import DrivenByAnother, PlanReplaced, end_run, is_let_go, read_plan, was_ended
 from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.engine import STOP_S, EngineRun
@@ -119,11 +120,16 @@ class CortexTrainingTrainTrigger(StoredArguments, BaseTrigger):
         from cortex_training.training import RunInterrupted
 
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        job_link = JobLinkOfRun(settings, self.task_instance)
+
+        def tell(moment: Any) -> None:
+            job_link.show(moment.job_id)
+            self._tell(moment)
 
         def progress(moment: Any) -> None:
             if not loop.is_closed():
                 # In the trigger's own context: it is how Airflow knows whose log a line belongs to.
-                loop.call_soon_threadsafe(self._tell, moment, context=context)
+                loop.call_soon_threadsafe(tell, moment, context=context)
 
         async def start(stop: asyncio.Event) -> Any:
             from cortex_training.aio import AsyncCortexTrainingClient
