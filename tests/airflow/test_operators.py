@@ -21,12 +21,15 @@ from airflow_cortex_training.operators.checkpoints import (
 )
 from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator, CortexTrainingCreateJobOperator
 from airflow_cortex_training.operators.sampling import CortexTrainingGenerateOperator, CortexTrainingWeightSyncOperator
+from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
 from airflow_cortex_training.operators.training import CortexTrainingForwardBackwardOperator, CortexTrainingStepOperator
 from airflow_cortex_training.sensors.jobs import CortexTrainingWaitForRunningSensor
 from cortex_training.client import CortexTrainingClient
 from cortex_training.errors import JobFailed, TransportError
 from cortex_training.payloads import build_forward_backward_payload
 from cortex_training.publication import PublicationLog, SaveManifest
+from cortex_training.states import is_terminal_job
+from tests.faults.proxy import ANSWER, FaultProxy
 
 TRAINING = {
     "job_type": "training",
@@ -192,6 +195,33 @@ class TestCancelJob:
             task_id="cancel", conn_id=service_connection, job_id=job_id, root=str(tmp_path / "no-run")
         )
         assert task_run("cancel").execute(operator) == []
+
+    def test_one_that_cannot_be_cancelled_keeps_no_other_alive(
+        self, task_run, connection, service_connection, local_service, client, manifest, tmp_path
+    ) -> None:
+        root = str(tmp_path / "run")
+        plan = {"root": root, "dataset": manifest, "steps": 1, "micro_batch_size": 2, "when_done": "keep"}
+        plan["sub_jobs"] = [copy.deepcopy(TRAINING)]
+        train = CortexTrainingTrainOperator(task_id="train", conn_id=service_connection, plan=plan, deferrable=False)
+        of_the_run = task_run("train").execute(train)["job_id"]
+        refused, other = (task_run("create").execute(create(service_connection)) for _ in range(2))
+        with FaultProxy(local_service.base_url) as proxy:
+            proxy.add(f"POST .*{refused}:cancel", ANSWER, status=403, body={"message": "it is somebody else's"})
+            where = {"database": local_service.database, "schema": local_service.schema}
+            operator = CortexTrainingCancelJobOperator(
+                task_id="cancel",
+                conn_id=connection("refusing", host=proxy.base_url, **where),
+                job_id=[refused, other],
+                root=root,
+            )
+            with pytest.raises(AirflowFailException, match="somebody else's"):
+                task_run("cancel").execute(operator)
+            assert not is_terminal_job(client.get_job(refused)["status"])
+            for job_id in (other, of_the_run):
+                assert client.get_job(job_id)["status"] in ("cancelling", "cancelled", "terminated")
+            # A retry cancels what is left.
+            assert refused in task_run("cancel").execute(operator)
+            assert client.get_job(refused)["status"] in ("cancelling", "cancelled", "terminated")
 
     def test_an_unmounted_root_is_no_success(self, task_run, service_connection, tmp_path) -> None:
         operator = CortexTrainingCancelJobOperator(

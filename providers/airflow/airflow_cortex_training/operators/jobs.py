@@ -43,6 +43,7 @@ from cortex_training.states import is_terminal_job, job_state
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
     from cortex_training.client import CortexTrainingClient
 
 JOB_ID_KEY = "job_id"
@@ -309,7 +310,8 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
 
 
 class CortexTrainingCancelJobOperator(CortexTrainingOperator):
-    """Cancel jobs. Made for a teardown: succeeds when there is nothing (left) to cancel.
+    """Cancel jobs. Made for a teardown: succeeds when there is nothing (left) to cancel, and a job that can't be
+    cancelled keeps none of the others alive.
 
     Args:
         job_id: a job, or a list of jobs; None and empty texts are ignored, because a create that never ran left none.
@@ -353,11 +355,7 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
         job_ids = [job_id for job_id in named if job_id]
         with clear_failures():
             hook = self.hook
-            with hook.get_conn() as client:
-                cancelled = [job_id for job_id in job_ids if cancel_job(client, job_id)]
-            if self.root:
-                cancelled += end_run(hook.settings(), str(self.root), self.credentials or None)
-            cancelled = list(dict.fromkeys(cancelled))
+            cancelled = self._cancel_all(hook, job_ids)
             self.log.info("cancelled: %s", ", ".join(cancelled) or "nothing, no job was left")
             if not self.wait_for_completion:
                 return cancelled
@@ -394,6 +392,29 @@ class CortexTrainingCancelJobOperator(CortexTrainingOperator):
                 f"{event.get('error') or 'the wait ended'}"
             )
         return cancelled
+
+    def _cancel_all(self, hook: CortexTrainingHook, job_ids: list[str]) -> list[str]:
+        """Ask all to end, and only then raise what kept one of them alive: nobody may come after this task."""
+        cancelled: list[str] = []
+        problems: list[CortexTrainingError] = []
+        if self.root:
+            # First: a driver that is still alive would take the end of its job for a loss.
+            try:
+                cancelled += end_run(hook.settings(), str(self.root), self.credentials or None)
+            except CortexTrainingError as problem:
+                problems.append(problem)
+        with hook.get_conn() as client:
+            for job_id in job_ids:
+                try:
+                    if cancel_job(client, job_id):
+                        cancelled.append(job_id)
+                except CortexTrainingError as problem:
+                    problems.append(problem)
+        for other in problems[1:]:
+            self.log.error("%s", other)
+        if problems:
+            raise problems[0]
+        return list(dict.fromkeys(cancelled))
 
     def _defer(self, alive: list[str], cancelled: list[str], left_s: float) -> NoReturn:
         now = time.time()
