@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,7 @@ def credentials(on_server: PrefectServer, local_service: Any) -> CortexTrainingC
     return block
 
 
-@flow
-def blocking(dataset: str, folder: str) -> dict[str, Any]:
+def works(dataset: str, folder: str) -> dict[str, Any]:
     with ct.jobs_cancelled_at_end():
         job_id = ct.create_job("cortex", SUB_JOBS)
         ct.wait_until_running("cortex", job_id)
@@ -61,6 +61,9 @@ def blocking(dataset: str, folder: str) -> dict[str, Any]:
         ct.weight_sync("cortex", job_id)
         made = ct.generate("cortex", job_id, ["question 1? "], out=f"{folder}/out.json", seq=1)
     return {"job_id": job_id, "losses": losses, "entry": entry, "made": made}
+
+
+blocking = flow(works)
 
 
 @flow
@@ -105,6 +108,42 @@ def test_every_verb_blocks(
     sizes = [path.stat().st_size for path in results_folder.rglob("*") if path.is_file()]
     assert len(sizes) >= 10
     assert max(sizes) < 4096
+
+
+def test_a_rerun_of_finished_work_gets_what_it_got_and_sends_nothing_although_every_result_is_lost(
+    dataset: str, tmp_path: Path, credentials: CortexTrainingCredentials, local_service: Any, results_folder: Path
+) -> None:
+    """What failed came after the work, and the rerun is on another machine: the job is gone, and so are the results."""
+    told: list[dict[str, Any]] = []
+    executed: list[int] = []
+
+    @flow(retries=1, result_serializer="json")
+    def fails_after_its_work() -> None:
+        told.append(works(dataset, str(tmp_path)))
+        executed.append(len(local_service.execution_log(told[0]["job_id"])))
+        shutil.rmtree(results_folder)
+        if len(told) == 1:
+            raise RuntimeError("nobody could be told")
+
+    fails_after_its_work()
+    check(told[0], tmp_path, local_service)
+    assert told[1] == told[0]
+    assert executed[1] == executed[0]
+
+
+def test_what_was_never_done_on_a_job_that_is_finished_says_so(
+    dataset: str, credentials: CortexTrainingCredentials
+) -> None:
+    @flow(result_serializer="json")
+    def another_deployment() -> None:
+        with ct.jobs_cancelled_at_end():
+            job_id = ct.create_job("cortex", SUB_JOBS)
+            ct.wait_until_running("cortex", job_id)
+        ct.create_job("cortex", SUB_JOBS)
+        ct.save.with_options(retries=0)("cortex", job_id, seq=7)
+
+    with pytest.raises(JobFailed, match=r"was finished.*no result of this save.*start another flow run"):
+        another_deployment()
 
 
 async def test_every_verb_can_be_awaited(

@@ -420,14 +420,20 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefect_cortex_training.tasks.operations._frame", lambda *place: repr(place).encode())
 
 
+def dies(*_: Any) -> None:
+    raise RuntimeError("the process dies here")
+
+
 def test_a_forward_backward_keeps_its_group_until_the_service_says_it_failed(
-    service: ScriptedService, frames: None, lose_results: Callable[[], None]
+    service: ScriptedService, frames: None
 ) -> None:
     def body() -> None:
         call = forward_backward.with_options(retries=0)
         arguments: dict[str, Any] = {"step": 1, "micro_batch": 0, "micro_batch_size": 2}
-        call("block", "j", "manifest.json", **arguments)
-        lose_results()
+        service.before["poll"] = dies
+        with pytest.raises(RuntimeError):
+            call("block", "j", "manifest.json", **arguments)
+        service.before.clear()
         service.after["forward_backward"] = lambda request_id: service.fail_request("j", request_id)
         with pytest.raises(RequestFailed):
             call("block", "j", "manifest.json", **arguments)
@@ -475,18 +481,20 @@ def test_two_flow_runs_on_one_job_have_groups_of_their_own(service: ScriptedServ
     assert first != second
 
 
-def test_a_save_in_flight_is_waited_for_and_a_lost_one_is_sent_anew(
-    service: ScriptedService, lose_results: Callable[[], None]
-) -> None:
+def test_a_save_in_flight_is_waited_for_and_a_lost_one_is_sent_anew(service: ScriptedService) -> None:
     def body() -> list[str]:
-        first = save("block", "j")
-        lose_results()
-        again = save("block", "j")
-        lose_results()
-        service.results.clear()
-        return [first, again, save("block", "j")]
+        saved = []
+        for seq in (1, 2):
+            service.before["poll"] = dies
+            with pytest.raises(RuntimeError):
+                save.with_options(retries=0)("block", "j", seq=seq)
+            service.before.clear()
+            if seq == 2:
+                service.results.clear()
+            saved.append(save("block", "j", seq=seq))
+        return saved
 
-    assert in_a_flow(body) == ["cp_1", "cp_1", "cp_2"]
+    assert in_a_flow(body) == ["cp_1", "cp_3"]
 
 
 def test_jobs_are_cancelled_when_the_block_ends_well_and_are_not_replaced_by_a_rerun(service: ScriptedService) -> None:

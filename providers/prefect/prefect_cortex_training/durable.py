@@ -5,6 +5,10 @@ Prefect's default key holds the task's source code: a deployment between a crash
 remote effect. The key here holds the flow run, the verb and the arguments that say what to do, and nothing else.
 Arguments are therefore plain data: ids, numbers, names of blocks. A client or a block among them would make the key
 depend on a token.
+
+Stored results may be lost, with a container's disk. What was asked of a job is therefore noted a second time in the
+flow run's labels: the job may have ended since, its work done, and a service that restarted may have forgotten which
+micro-batches it has seen.
 """
 
 from __future__ import annotations
@@ -21,9 +25,18 @@ from prefect.cache_policies import CachePolicy
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 
-from cortex_training.errors import ConfigurationError, RateLimitedError, ServiceError, TransportError
+from cortex_training.errors import (
+    ConfigurationError,
+    ConflictError,
+    JobFailed,
+    RateLimitedError,
+    ServiceError,
+    TransportError,
+)
 from cortex_training.publication.errors import DownloadError
+from cortex_training.states import JobState
 from prefect_cortex_training.dispatch import run_to_end
+from prefect_cortex_training.labels import RunLabels, is_finished
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,19 +66,25 @@ def durable_key(run_id: str, verb: str, arguments: dict[str, Any], defaults: dic
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def always(result: Any) -> bool:
+    """Whether a noted result still holds, for results that are ids and numbers and nothing else."""
+    return True
+
+
 def is_transient(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Whether a task's failure may go away by itself. An outcome that is unknown never does: it would be repeated."""
     return isinstance(state.data, TransportError | RateLimitedError | ServiceError | DownloadError)
 
 
 def task_pair(
-    verb: str, *, retries: int, cached: bool = True
+    verb: str, *, retries: int, cached: bool = True, noted: Callable[[Any], bool] | None = None
 ) -> Callable[[Callable[P, Coroutine[Any, Any, R]]], tuple[Task[P, R], Task[P, Coroutine[Any, Any, R]]]]:
     """Make a coroutine function into two durable tasks: one for flows that block, one for flows that await.
 
     `verb` is the task's name and part of its key. `retries` counts further attempts after a failure that may go away
     by itself. With ``cached=False`` nothing is skipped on a rerun: for verbs whose truth is elsewhere and may have
-    changed.
+    changed. With `noted`, for verbs that work on a job, the result is also written into the flow run's labels, and is
+    found there when the stored one is lost; `noted` says of such a result whether it still holds.
     """
 
     def decorate(
@@ -75,8 +94,11 @@ def task_pair(
         defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
 
         def checked(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
-            require_plain(verb, signature.bind(*args, **kwargs).arguments)
-            return function(*args, **kwargs)
+            arguments = signature.bind(*args, **kwargs).arguments
+            require_plain(verb, arguments)
+            if noted is None:
+                return function(*args, **kwargs)
+            return _noted(verb, arguments, defaults, noted, lambda: function(*args, **kwargs))
 
         @wraps(function)
         def blocking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -104,6 +126,40 @@ def task_pair(
         return Task(fn=blocking, **options), Task(fn=awaiting, **options)
 
     return decorate
+
+
+async def _noted(
+    verb: str,
+    arguments: dict[str, Any],
+    defaults: dict[str, Any],
+    holds: Callable[[Any], bool],
+    call: Callable[[], Coroutine[Any, Any, R]],
+) -> R:
+    """The result that is noted in the flow run's labels, or that of `call`, which is noted then.
+
+    Raises JobFailed when there is none and the work on the job was finished: nothing can be asked of it any more.
+    """
+    labels = RunLabels.of_current_run(verb)
+    key = f"result.{verb}.{durable_key(str(labels.flow_run_id), verb, arguments, defaults)[:16]}"
+    written = await labels.read()
+    if key in written:
+        found: R = json.loads(str(written[key]))
+        if holds(found):
+            return found
+    try:
+        result = await call()
+    except (ConflictError, JobFailed) as error:
+        job_id = str(arguments["job_id"])
+        if not is_finished(written, job_id):
+            raise
+        raise JobFailed(
+            job_id=job_id,
+            state=JobState.CANCELLED,
+            reason=f"the work on it was finished by this flow run, whose labels hold no result of this {verb}; start "
+            "another flow run, which makes a job of its own",
+        ) from error
+    await labels.write({key: json.dumps(result, sort_keys=True)})
+    return result
 
 
 def require_plain(verb: str, arguments: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from cortex_training.answers import Checkpoint
 from cortex_training.errors import ProtocolError
 from cortex_training.paths import safe_relative
 from prefect_cortex_training.credentials import connected, load_credentials
-from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.durable import always, task_pair
 from prefect_cortex_training.labels import RunLabels, root_digest
 from prefect_cortex_training.submission import (
     find_or_submit,
@@ -181,7 +181,7 @@ async def _load(
     return {"request_id": request_id, **numbers_of(result, "global_steps")}
 
 
-save, asave = task_pair("save", retries=2)(_save)
+save, asave = task_pair("save", retries=2, noted=always)(_save)
 submit_save, asubmit_save = task_pair("submit_save", retries=2, cached=False)(_submit_save)
 export, aexport = task_pair("export", retries=2)(_export)
-load, aload = task_pair("load", retries=0)(_load)
+load, aload = task_pair("load", retries=0, noted=always)(_load)

@@ -13,7 +13,7 @@ from prefect.logging import get_run_logger
 
 from cortex_training.errors import ConfigurationError, NotFoundError, OutcomeUnknown, ProtocolError, RequestFailed
 from prefect_cortex_training.credentials import connected
-from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.durable import always, task_pair
 from prefect_cortex_training.labels import RunLabels
 from prefect_cortex_training.lineage import files_asset, remember_source
 from prefect_cortex_training.settling import settle_step
@@ -258,6 +258,11 @@ async def _generate(
     return {"request_id": request_id, "count": len(completions), "path": str(target)}
 
 
+def _is_written(result: Mapping[str, Any]) -> bool:
+    """Whether the completions are still where they were written."""
+    return Path(result["path"]).is_file()
+
+
 def _write_durably(path: Path, data: bytes) -> None:
     """On return the file survives a power failure: the task's result, stored next, says that it is there."""
     from cortex_training.publication import durable
@@ -266,9 +271,9 @@ def _write_durably(path: Path, data: bytes) -> None:
     durable.sync_folder(str(path.parent))
 
 
-forward_backward, aforward_backward = task_pair("forward_backward", retries=2)(_forward_backward)
-step, astep = task_pair("step", retries=0)(_step)
-weight_sync, aweight_sync = task_pair("weight_sync", retries=2)(_weight_sync)
-generate, agenerate = task_pair("generate", retries=2)(_generate)
+forward_backward, aforward_backward = task_pair("forward_backward", retries=2, noted=always)(_forward_backward)
+step, astep = task_pair("step", retries=0, noted=always)(_step)
+weight_sync, aweight_sync = task_pair("weight_sync", retries=2, noted=always)(_weight_sync)
+generate, agenerate = task_pair("generate", retries=2, noted=_is_written)(_generate)
 submit_weight_sync, asubmit_weight_sync = task_pair("submit_weight_sync", retries=2, cached=False)(_submit_weight_sync)
 submit_generate, asubmit_generate = task_pair("submit_generate", retries=2, cached=False)(_submit_generate)
