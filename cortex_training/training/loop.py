@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cortex_training.datasets import Dataset, check_window
 from cortex_training.errors import ConfigurationError, CortexTrainingError, NotFoundError
+from cortex_training.protocol.jobs import difference_from
 from cortex_training.publication.errors import StoreError
 from cortex_training.telemetry import redacted
 from cortex_training.training import operations, segments
@@ -312,9 +313,27 @@ async def _require_no_divergence(driver: Driver, step: int, loss: float) -> None
 async def _check_against_model(plan: TrainingPlan, client: AsyncCortexTrainingClient, dataset: Dataset) -> None:
     """Refuse sequences that are longer than the model's window before a job is created."""
     training = plan.training_sub_job if plan.owns_job else await _training_sub_job(client, plan)
+    if plan.owns_job and plan.job_id is not None:
+        await _check_given_job(client, plan, plan.job_id)
     window = (training or {}).get("training_config", {}).get("max_seq_len")
     if window is not None:
         check_window(dataset.manifest, int(window))
+
+
+async def _check_given_job(client: AsyncCortexTrainingClient, plan: TrainingPlan, job_id: str) -> None:
+    """Refuse a job that was not made of the plan's sub-jobs: its replacement would train something else.
+
+    One that has ended since is the run's to replace, and one that is gone may have been replaced long ago.
+    """
+    try:
+        job = await client.get_job(job_id)
+    except NotFoundError:
+        return
+    difference = difference_from([dict(s) for s in plan.sub_jobs], job.get("sub_jobs"))
+    if difference:
+        raise ConfigurationError.of(
+            "plan.job_id", job_id, f"this job was not made of plan.sub_jobs ({difference}); give those it was made of"
+        )
 
 
 async def _training_sub_job(client: AsyncCortexTrainingClient, plan: TrainingPlan) -> dict[str, Any]:

@@ -170,7 +170,7 @@ async def read_count(driver: Driver) -> None:
     move to another one, would end there.
     """
     segment = driver.segment
-    if segment.owned or segment.certain_offset is not None or segment.of("step"):
+    if not segment.given or segment.certain_offset is not None or segment.of("step"):
         return
     await _counted(driver, segment.start_step)
 
@@ -224,24 +224,42 @@ async def weight_sync(driver: Driver, step: int) -> None:
 
 
 async def load(driver: Driver) -> None:
-    """Load the segment's base into a job that somebody else owns and that has seen nothing of this run yet."""
+    """Load the segment's base into a job that was there before the segment.
+
+    A load that lands late undoes steps. Where one may, another job is made; where none may be made, it is given time to
+    land and then sent again, and steps that it undoes nevertheless show in the next count.
+    """
     segment = driver.segment
     base = segment.base
     if base is None:
         raise RunFailed(f"segment {segment.number} of {driver.store.root} has no base to load")
-    operation = await driver.submit(
-        "load",
-        base.step,
-        partial(driver.client.load, segment.job_id, base.checkpoint_id, base.source_job_id),
-    )
-    try:
-        await driver.result(operation)
-    except RequestFailed as error:
-        await _close(driver, operation, "failed", {"error": error.error[:500]})
-        raise RunFailed(
-            f"checkpoint {base.checkpoint_id} could not be loaded into job {segment.job_id}: {error}"
-        ) from error
-    await _close(driver, operation, "done", {})
+    what = f"checkpoint {base.checkpoint_id} could not be loaded into job {segment.job_id}"
+    call = partial(driver.client.load, segment.job_id, base.checkpoint_id, base.source_job_id)
+    operation = next((o for o in segment.of("load") if o.status == "open"), None)
+    for _ in range(driver.plan.max_attempts):
+        if operation is None:
+            try:
+                operation = await driver.submit("load", base.step, call)
+            except OutcomeUnknown as unknown:
+                driver.tell("recover", message=str(unknown))
+                operation = _open(driver, "load", base.step)
+        if operation.request_id is not None:
+            try:
+                await driver.result(operation)
+            except RequestFailed as error:
+                await _close(driver, operation, "failed", {"error": error.error[:500]})
+                raise (SegmentLost if driver.plan.owns_job else RunFailed)(f"{what}: {error}") from error
+            except NotFoundError as forgotten:
+                driver.tell("recover", message=str(forgotten))
+            else:
+                await _close(driver, operation, "done", {})
+                return
+        if driver.plan.owns_job:
+            raise SegmentLost(f"the load of checkpoint {base.checkpoint_id} got no answer and may still land")
+        await driver.pause(LATE_S)
+        await _close(driver, operation, "refused", {})
+        operation = None
+    raise RunFailed(f"{what}: {driver.plan.max_attempts} loads got no answer")
 
 
 async def publish_verified(driver: Driver) -> None:

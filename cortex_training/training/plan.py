@@ -53,9 +53,10 @@ def gpus_of(sub_jobs: Iterable[Mapping[str, Any]]) -> int:
 class TrainingPlan:
     """A durable training run, described.
 
-    Either `sub_jobs` (wire bodies of the sub-jobs to create; the run then owns its job and may replace it) or
-    `job_id` (a job that somebody else owns; replacements are forbidden and a state that only a new job could mend
-    fails the run).
+    With `sub_jobs` (wire bodies of the sub-jobs to create) the run owns its jobs: it creates one, replaces one that is
+    lost, and ends them. With `sub_jobs` and `job_id` it begins in that job, which was made of them for this run and is
+    handed over to it. With `job_id` alone the job is somebody else's: the run never ends it, and a state that only a
+    new job could mend fails the run.
 
     Args:
         root: directory, or ``s3://BUCKET/PREFIX``, that holds the run; the run's identity. Starting the same plan on
@@ -75,9 +76,13 @@ class TrainingPlan:
             ``weights-only`` saves.
         keep_publications: publications to keep on the run's root; older ones are pruned.
         weight_sync_every_steps: copy the weights to the job's sampling sub-jobs every so many steps; None never does.
-        when_done: ``cancel`` ends an owned job after the last step; ``keep`` leaves it to its owner (a teardown task).
+        when_done: ``cancel`` ends the run's job after the last step; ``keep`` leaves it to whoever ends the run (a
+            teardown task).
         max_attempts: executions of one forward-backward whose request failed or was cancelled.
         max_replacements: jobs a run may create for lost ones.
+        load_in_place: go on in the same job from the last save where the weights are lost and the job is not, instead
+            of waiting for the GPUs of another one. Only where the journal proves that the job holds no gradients and
+            that nothing sent to it may still land.
         max_gpu_seconds: GPU seconds that the run's own jobs may use. Once they are used up, the run saves, publishes,
             ends its job and fails; the same plan with a larger budget goes on from there.
         divergence: what counts as divergence, and what to do then.
@@ -120,6 +125,7 @@ class TrainingPlan:
     resume: str = "saves"
     max_gpu_seconds: float | None = None
     divergence: Divergence = field(default_factory=Divergence)
+    load_in_place: bool = False
     tail_service_log: bool = False
     submit_ahead: bool = False
     assume_fifo: bool = False
@@ -167,7 +173,8 @@ class TrainingPlan:
 
     @property
     def owns_job(self) -> bool:
-        return self.job_id is None
+        """Whether the run may create jobs and end its own."""
+        return bool(self.sub_jobs)
 
     @property
     def training_sub_job(self) -> Mapping[str, Any] | None:
@@ -218,6 +225,10 @@ class TrainingPlan:
                 self.checkpoint_type,
                 'nothing can go on from such a save; use resumable, or say resume = "none"',
             )
+        if self.load_in_place and self.resume == "none":
+            raise ConfigurationError.of(
+                "plan.load_in_place", True, 'resume = "none" goes on from no save; leave one of the two out'
+            )
         if self.submit_ahead and not self.assume_fifo:
             raise ConfigurationError.of(
                 "plan.submit_ahead",
@@ -248,7 +259,8 @@ class TrainingPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError.of(f"plan.{name}", value, "give a number above 0")
-        switches = tuple((name, bool) for name in ("tail_service_log", "submit_ahead", "assume_fifo"))
+        names = ("load_in_place", "tail_service_log", "submit_ahead", "assume_fifo")
+        switches = tuple((name, bool) for name in names)
         fixes = {
             LearningRate: 'give a number (a constant rate), or an object such as {"schedule": "cosine", "peak": 3e-4}',
             Divergence: 'give an object such as {"action": "stop"}',
@@ -294,9 +306,11 @@ class TrainingPlan:
             )
 
     def _validate_job(self) -> None:
-        if (self.job_id is None) == (not self.sub_jobs):
+        if self.job_id is None and not self.sub_jobs:
             raise ConfigurationError.of(
-                "plan.job_id", self.job_id, "give either job_id (a job you own) or sub_jobs (a job the run creates)"
+                "plan.sub_jobs",
+                [],
+                "give sub_jobs (the run's own job), job_id (a job you own), or both (a job made of these for this run)",
             )
         try:
             check_timeouts(self.idle_timeout_seconds, self.pending_timeout_seconds)
@@ -306,7 +320,7 @@ class TrainingPlan:
                 check_job_id(self.job_id)
         except ConfigurationError as problem:
             raise located(problem, "plan.") from None
-        if self.job_id is not None:
+        if not self.owns_job:
             if self.max_gpu_seconds is not None:
                 raise ConfigurationError.of(
                     "plan.max_gpu_seconds",

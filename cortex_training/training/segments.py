@@ -25,8 +25,19 @@ from cortex_training.training import operations
 from cortex_training.training.driver import Driver, SegmentLost
 from cortex_training.training.journal import Superseded, read_journal
 from cortex_training.training.offload import offload, unbroken
+from cortex_training.training.plan import TrainingPlan
 from cortex_training.training.progress import RunFailed
-from cortex_training.training.state import CONTINUATION, FIRST, MOVE, REPLACEMENT, ROLLBACK, Base, Segment, replay
+from cortex_training.training.state import (
+    CONTINUATION,
+    FIRST,
+    MOVE,
+    REPLACEMENT,
+    ROLLBACK,
+    Base,
+    RunState,
+    Segment,
+    replay,
+)
 from cortex_training.training.teardown import ENDED
 
 _CLOCK_SKEW_S = 60.0
@@ -41,7 +52,7 @@ async def recover(driver: Driver) -> None:
     current = driver.state.current
     if current is None:
         await _begin(driver, base=None, reason="first start", cause=FIRST)
-    elif current.owned != driver.plan.owns_job or driver.plan.job_id not in (None, current.job_id):
+    elif _names_another_job(driver.plan, driver.state):
         if current.owned:
             await cancel(driver, current.job_id)
         await _begin(driver, base=await base_of(driver, current), reason="the plan names another job", cause=MOVE)
@@ -52,8 +63,8 @@ async def recover(driver: Driver) -> None:
         if not driver.plan.owns_job:
             raise RunFailed(
                 f"{driver.store.root}: job {current.job_id} has ended after step {current.confirmed_step}. More steps "
-                "need a new job, and a plan with job_id may not create one: give the plan sub_jobs or another job; "
-                "it starts from the last publication"
+                "need a new job, and a plan without sub_jobs may not create one: add them, or name another job; it "
+                "starts from the last publication"
             )
         base = await _base_to_go_on_from(driver, current, f"job {current.job_id} has ended")
         await _begin(driver, base=base, reason="there is more to do", cause=CONTINUATION)
@@ -66,31 +77,56 @@ async def recover(driver: Driver) -> None:
             await operations.step_result(driver, unsettled)
 
 
+def _names_another_job(plan: TrainingPlan, state: RunState) -> bool:
+    """Whether the run has to move: to a job of its own, or to one that the plan names and the run did not begin in."""
+    current = state.segments[-1]
+    if plan.job_id is None:
+        return not current.owned
+    if plan.job_id == current.job_id:
+        return False
+    # A job that was given to the run and lost is named by its plan for ever after.
+    return not (plan.owns_job and any(s.job_id == plan.job_id for s in state.segments))
+
+
 async def replace(driver: Driver, lost: SegmentLost) -> None:
     """End the current segment and begin the next one in a new job, the old job cancelled first.
 
     Cancelling is the only fence the service has: a request of the old job that is still on its way then finds nothing
-    to change.
+    to change. Nothing needs the fence where the journal proves that no such request exists; a plan with `load_in_place`
+    then goes on in the same job.
     """
     segment = driver.segment
     driver.tell("recover", message=f"segment {segment.number} is lost: {lost.reason}")
     if not segment.ended:
         await driver.record("ended", {"reason": lost.reason})
-    if not driver.plan.owns_job:
+    plan = driver.plan
+    base = await _base_to_go_on_from(driver, segment, lost.reason) if plan.owns_job or plan.load_in_place else None
+    in_place = base is not None and await _may_load_in_place(driver, segment)
+    if not plan.owns_job and not in_place:
         raise RunFailed(
-            f"{driver.store.root}: {lost.reason}. Going on needs a new job, and a plan with job_id may not create "
-            "one: give the plan sub_jobs, or run it on another job; it starts from the last publication"
+            f"{driver.store.root}: {lost.reason}. Going on needs a new job, and a plan without sub_jobs may not create "
+            "one: add them, or run the plan on another job; it starts from the last publication"
         )
-    base = await _base_to_go_on_from(driver, segment, lost.reason)
     if driver.state.replacements >= driver.plan.max_replacements:
         raise RunFailed(
             f"{driver.store.root}: {lost.reason}. {driver.plan.max_replacements} replacements were used; raise "
             "max_replacements to go on"
         )
-    if segment.owned:
+    if segment.owned and not in_place:
         await cancel(driver, segment.job_id)
-    await _begin(driver, base=base, reason=lost.reason, cause=REPLACEMENT)
+    await _begin(driver, base=base, reason=lost.reason, cause=REPLACEMENT, in_place=in_place)
     await ensure_running(driver)
+
+
+async def _may_load_in_place(driver: Driver, segment: Segment) -> bool:
+    """Whether a lost segment's job can go on from a save: it runs, holds no gradients, and nothing is on its way."""
+    if not driver.plan.load_in_place or not segment.holds_nothing_new:
+        return False
+    try:
+        await driver.raise_if_job_lost("its weights are lost")
+    except SegmentLost:
+        return False
+    return True
 
 
 async def roll_back(driver: Driver) -> None:
@@ -124,7 +160,7 @@ async def roll_back(driver: Driver) -> None:
     if not segment.ended:
         await driver.record("ended", {"reason": f"diverged: the loss on the weights of step {step} is {loss}"})
     await cancel(driver, segment.job_id)
-    change = {"skipped": skipped, "lr_factor": policy.lr_factor}
+    change: dict[str, Any] = {"skipped": skipped, "lr_factor": policy.lr_factor}
     await _begin(driver, base=base, reason=f"diverged at step {step}: loss {loss}", cause=ROLLBACK, **change)
     await ensure_running(driver)
 
@@ -168,7 +204,7 @@ async def ensure_running(driver: Driver) -> None:
     if job is None:
         if segment.operations:
             raise SegmentLost(f"job {segment.job_id} is gone")
-        if not segment.owned:
+        if segment.given:
             raise ConfigurationError.of("plan.job_id", segment.job_id, "the service knows no such job; create it first")
         # A run that was told to stop is about to be torn down: a job made now would outlive the teardown.
         driver.check_stop()
@@ -200,7 +236,7 @@ async def ensure_running(driver: Driver) -> None:
         ) from error
     if segment.owned and not driver.state.has_run(job_id):
         await driver.record("running", {"job_id": job_id, "gpus": driver.plan.gpus})
-    if not segment.owned and segment.base is not None and not segment.loaded:
+    if segment.given and segment.base is not None and not segment.loaded:
         await operations.load(driver)
 
 
@@ -224,17 +260,24 @@ async def cancel(driver: Driver, job_id: str) -> None:
         await driver.record("cancelled", {"job_id": job_id})
 
 
-async def _begin(driver: Driver, *, base: Base | None, reason: str, cause: str, **change: Any) -> None:
+async def _begin(
+    driver: Driver, *, base: Base | None, reason: str, cause: str, in_place: bool = False, **change: Any
+) -> None:
     """Write the segment's record, and with it the id of its job, before the job exists."""
-    owned = driver.plan.owns_job
     if driver.budget_is_spent:
         raise RunFailed(budget_spent(driver))
+    job_id, owned = None, driver.plan.owns_job
+    if in_place:
+        job_id, owned = driver.segment.job_id, driver.segment.owned
+    elif cause in (FIRST, MOVE):
+        job_id = driver.plan.job_id
     await driver.record(
         "segment",
         {
             "segment": len(driver.state.segments),
-            "job_id": driver.plan.job_id or identity.new_job_id(),
+            "job_id": job_id or identity.new_job_id(),
             "owned": owned,
+            "given": job_id is not None,
             "base": asdict(base) if base else None,
             "reason": reason,
             "cause": cause,

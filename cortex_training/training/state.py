@@ -10,8 +10,8 @@ from typing import Any
 from cortex_training.training.journal import Record
 
 FIRST, REPLACEMENT, ROLLBACK, CONTINUATION, MOVE = "first", "replacement", "rollback", "continuation", "move"
-"""Why a segment began: with the run; for a lost job; after a divergence; for more steps or a larger budget; because
-the plan names another job."""
+"""Why a segment began: with the run; for a lost job (or for lost weights, in the same job); after a divergence; for
+more steps or a larger budget; because the plan names another job."""
 
 
 @dataclass
@@ -49,11 +49,16 @@ class Base:
 
 @dataclass
 class Segment:
-    """One lineage of weights in one job: everything between two reloads."""
+    """One lineage of weights in one job: everything between two reloads.
+
+    `owned`: the run ends the job. `given`: the job was there before the segment, so its base has to be loaded into it,
+    and how it counts its steps is not known.
+    """
 
     number: int
     job_id: str
     owned: bool
+    given: bool
     base: Base | None
     reason: str
     cause: str = REPLACEMENT
@@ -109,6 +114,15 @@ class Segment:
         return next((o for o in behind if o.status == "open"), None)
 
     @property
+    def holds_nothing_new(self) -> bool:
+        """Whether the journal proves that the job holds no gradients behind the last confirmed step, and that nothing
+        which was sent to it may still land.
+        """
+        sent = [o for o in self.operations if o.status != "refused"]
+        batches = [o for o in sent if o.op == "forward_backward" and o.step > self.confirmed_step]
+        return self.rescued is None and not batches and all(o.status != "open" for o in sent)
+
+    @property
     def gradients_are_pending(self) -> bool:
         """Whether a forward-backward behind the last confirmed step may have left gradients on the workers."""
         behind = self.of("forward_backward", self.confirmed_step + 1)
@@ -145,14 +159,14 @@ class Segment:
 
     @property
     def certain_offset(self) -> int | None:
-        """`offset`, also before the first step where it is known: in a job of our own that nobody has stepped, or by a
-        save behind the start.
+        """`offset`, also before the first step where it is known: in a job that the segment made and nobody has
+        stepped, or by a save behind the start.
 
-        A job of somebody else may have been stepped, and a service may count from zero after a restore.
+        A job that was given may have been stepped, and a service may count from zero after a restore.
         """
         if self.offset is not None:
             return self.offset
-        if self.owned and self.base is None:
+        if not self.given and self.base is None:
             return 0
         counted = [o for o in self.of("save", self.start_step) if o.status == "done"]
         return counted[0].result["global_steps"] - self.start_step if counted else None
@@ -314,7 +328,9 @@ def _segment(state: RunState, record: Record) -> None:
     base = Base.from_dict(body["base"]) if body.get("base") else None
     # Records of version 1 name no cause: all but the first segment counted as replacements there.
     cause = body.get("cause") or (REPLACEMENT if state.segments else FIRST)
-    segment = Segment(body["segment"], body["job_id"], body["owned"], base, body["reason"], cause)
+    owned = body["owned"]
+    given = body.get("given", not owned)
+    segment = Segment(body["segment"], body["job_id"], owned, given, base, body["reason"], cause)
     segment.saved_at = record.at
     state.segments.append(segment)
     state.paused = None

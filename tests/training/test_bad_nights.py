@@ -122,7 +122,7 @@ def test_a_step_that_comes_late_to_somebody_elses_job_is_waited_for(runs, proxy,
 def test_a_step_that_comes_after_it_was_sent_again_ends_the_run_and_nothing_of_it_is_published(runs, proxy, hasty):
     job_id = stepped_once(runs)
     proxy.add(r"^POST .*/step$", LATE, skip=1, delay_s=4.0)
-    with pytest.raises(RunFailed, match="expected.*may not create one"):
+    with pytest.raises(RunFailed, match=r"expected.*may not create one"):
         runs.run(runs.plan(job_id=job_id, steps=40))
     published = PublicationLog(runs.root).entries()
     doubled = status(runs.root).state.current.confirmed_step

@@ -53,8 +53,9 @@ def test_a_plan_survives_json():
         ({"max_replacements": -1}, "plan.max_replacements"),
         ({"patience_s": float("inf")}, "plan.patience_s"),
         ({"when_done": "leave"}, "plan.when_done"),
-        ({"job_id": "x"}, "plan.job_id"),
-        ({"sub_jobs": []}, "plan.job_id"),
+        ({"sub_jobs": []}, "plan.sub_jobs"),
+        ({"load_in_place": "yes"}, "plan.load_in_place"),
+        ({"load_in_place": True, "resume": "none"}, "plan.load_in_place"),
         ({"sub_jobs": [TRAINING, TRAINING]}, "plan.sub_jobs"),
         ({"weight_sync_every_steps": 2}, "plan.weight_sync_every_steps"),
         ({"passes": 2}, "plan.steps"),
@@ -288,7 +289,7 @@ WRONG = ("", "x", -1, 0, 1.5, True, None, [], ["x"], {}, {"x": 1}, float("nan"))
 def test_whatever_a_field_holds_it_is_taken_or_named(name):
     for value in WRONG:
         named = field_refused(**{name: value})
-        about = {name, *{"passes": ["steps"], "sub_jobs": ["job_id"]}.get(name, [])}
+        about = {name, *{"passes": ["steps"]}.get(name, [])}
         assert named is None or any(part in named for part in about), f"{name} = {value!r} is told as {named}"
 
 

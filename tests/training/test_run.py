@@ -281,7 +281,7 @@ class TestOnSomebodyElsesJob:
         job_id = self.create(runs)
         runs.run(runs.plan(job_id=job_id, steps=2))
         self.cancel(runs, job_id)
-        with pytest.raises(RunFailed, match="give the plan sub_jobs"):
+        with pytest.raises(RunFailed, match="without sub_jobs"):
             runs.run(runs.plan(job_id=job_id, steps=4))
 
     def test_another_job_goes_on_from_the_last_publication(self, undisturbed, runs):
