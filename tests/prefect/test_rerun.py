@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -603,6 +604,42 @@ def test_jobs_are_cancelled_when_the_block_fails_and_a_rerun_gets_a_new_one(serv
     assert service.jobs[second]["status"] == "running"
 
 
+@flow(result_serializer="json")
+def makes_a_job(name: str) -> str:
+    return create_job("block", SUB_JOBS, name=name)
+
+
+@flow(result_serializer="json")
+def makes_two_jobs() -> list[str]:
+    return [create_job("block", SUB_JOBS), makes_a_job("deeper")]
+
+
+def test_jobs_that_a_subflow_made_end_with_the_flow_run_around_it(service: ScriptedService) -> None:
+    """The subflow is over, and its jobs are worked with outside. A rerun finds them finished."""
+
+    def body() -> list[str]:
+        with jobs_cancelled_at_end():
+            made = makes_two_jobs()
+            assert [service.jobs[job_id]["status"] for job_id in made] == ["running"] * 2
+        return made
+
+    made = in_a_flow(body)
+    assert list(service.jobs) == made
+    assert [service.jobs[job_id]["status"] for job_id in made] == ["cancelled"] * 2
+
+
+@flow(result_serializer="json")
+def dies_with_a_job(killed: list[str]) -> None:
+    """Once the flow around it has ended, as the server sees it, this one has not: nobody is left to say so."""
+    create_job("block", SUB_JOBS)
+    run_to_end(cancel_jobs_of_run(RunLabels(killed[0]), logging.getLogger("a-test")))
+
+
+def test_who_ends_a_flow_run_from_outside_ends_the_jobs_of_its_subflows(service: ScriptedService) -> None:
+    in_a_flow(lambda: dies_with_a_job([str(flow_run.id)]))
+    assert [job["status"] for job in service.jobs.values()] == ["cancelled"]
+
+
 def test_a_suspended_run_keeps_its_jobs(service: ScriptedService) -> None:
     def body() -> str:
         def suspends() -> None:
@@ -621,8 +658,6 @@ def test_a_suspended_run_keeps_its_jobs(service: ScriptedService) -> None:
 def test_one_job_that_cannot_be_cancelled_does_not_save_the_next(
     service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import logging
-
     def refuse_the_first(job_id: str) -> None:
         if job_id == min(service.jobs):
             raise TransportError("no route")

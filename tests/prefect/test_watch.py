@@ -15,6 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events import Event, Resource
 from prefect.events.clients import PrefectEventsClient
+from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Failed, Pending, Running, Scheduled, Suspended
 
 from cortex_training.errors import ApiError, AuthError, ServiceError, TransportError
@@ -273,6 +274,40 @@ async def test_the_job_of_an_ended_run_is_cancelled_as_the_rules_say(
     cancels = len(service.named("cancel"))
     await look(rules)
     assert len(service.named("cancel")) == cancels, "what is done is done once"
+
+
+async def test_a_job_of_a_subflow_is_cancelled_with_the_flow_run_around_it(service: ScriptedService) -> None:
+    """Which was killed: it is over on the server, and its subflow says for ever that it runs. A run of a deployment
+    that it started has an end of its own.
+    """
+    for job_id in ("mine", "theirs"):
+        service.jobs[job_id] = {"job_id": job_id, "status": "running"}
+    made: dict[str, UUID] = {}
+
+    @flow
+    async def inside(job_id: str) -> None:
+        made[job_id] = UUID(str(flow_run.id))
+        await RunLabels(made[job_id]).write({f"job.training.0.{job_id}": "block"})
+
+    @flow
+    async def around() -> UUID:
+        await inside("mine")
+        async with get_client() as client:
+            deployment = await client.create_deployment(await client.create_flow(waiting), name="a-test")
+            parent_task = (await client.read_flow_run(made["mine"])).parent_task_run_id
+            started = await client.create_flow_run_from_deployment(deployment, parent_task_run_id=parent_task)
+            await client.set_flow_run_state(started.id, Running(), force=True)
+        await RunLabels(started.id).write({"job.training.0.theirs": "block"})
+        return UUID(str(flow_run.id))
+
+    run = await around()
+    async with get_client() as client:
+        await client.set_flow_run_state(made["mine"], Running(), force=True)
+        await client.set_flow_run_state(run, Cancelled(), force=True)
+    await look(Rules())
+    assert service.jobs["mine"]["status"] == "cancelled"
+    assert service.jobs["theirs"]["status"] == "running"
+    assert "reconciled.1" in labels_of(await read(run))
 
 
 async def test_a_job_that_could_not_be_cancelled_is_cancelled_by_the_next_pass(service: ScriptedService) -> None:

@@ -7,6 +7,7 @@ crash, in another process after a cancellation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -16,7 +17,7 @@ from uuid import UUID
 
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import Pause
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.logging import get_logger
 from prefect.logging.loggers import flow_run_logger
 
@@ -25,7 +26,7 @@ from prefect_cortex_training.dispatch import dual, run_to_end
 from prefect_cortex_training.gpu_lease import release_gpus
 from prefect_cortex_training.handover import attempt_of
 from prefect_cortex_training.jobs import cancel_if_alive
-from prefect_cortex_training.labels import RootLabel, RunLabels, finished_key, jobs_in, roots_in
+from prefect_cortex_training.labels import RootLabel, RunLabels, finished_key, jobs_in, roots_in, subflows_in
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
@@ -88,18 +89,30 @@ class jobs_cancelled_at_end:
         if isinstance(error, Pause):
             return
         if error is None:
-            jobs = jobs_in(await self._labels.read())
-            if jobs:
-                await self._labels.write({finished_key(job.job_id): True for job in jobs})
+            await _mark_finished(self._labels)
         await cancel_jobs_of_run(self._labels, get_logger("prefect_cortex_training"))
 
 
+async def _mark_finished(labels: RunLabels) -> None:
+    known = await labels.read()
+    jobs = jobs_in(known)
+    if jobs:
+        await labels.write({finished_key(job.job_id): True for job in jobs})
+    for subflow in subflows_in(known):
+        with contextlib.suppress(ObjectNotFound):
+            await _mark_finished(RunLabels(subflow))
+
+
 async def cancel_jobs_of_run(labels: RunLabels, logger: Logger) -> bool:
-    """End the training runs of a flow run and cancel every job; returns whether all of it worked. What can't be
-    cancelled is logged and does not keep the next from being cancelled.
+    """End the training runs of a flow run and of its subflows, and cancel every job; returns whether all of it worked.
+    What can't be cancelled is logged and does not keep the next from being cancelled.
     """
     known = await labels.read()
     done = []
+    for subflow in subflows_in(known):
+        # One that was deleted has taken its labels with it.
+        with contextlib.suppress(ObjectNotFound):
+            done.append(await cancel_jobs_of_run(RunLabels(subflow), logger))
     # Runs first: they are taken from a driver that is still alive before it can miss its job and create another.
     for root in roots_in(known):
         what = f"jobs that the training run in {root.root} created"

@@ -23,6 +23,8 @@ there first: the id of a job before it is created, the intent of an optimizer st
     epoch.<digest>.<claim>             epoch that the run's exports into a root are published under
     artifact.<key>                     id of an artifact that shows a training run
     asset.<job id>                     what the job was trained from, as the key of an asset
+    part_of                            the flow run that this one is a subflow of, in whose process it runs
+    subflow.<flow run id>              a subflow of this flow run that has labels of its own
     lease.<holder>.<claim>             slots of a GPU limit that are held for a job or a root: lease, number, limit; or
                                        "released"
 
@@ -42,7 +44,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 
@@ -52,6 +54,7 @@ from cortex_training.identity import new_token
 PREFIX = "cortex_training."
 TAG = "cortex-training"
 Label = str | int | float | bool
+_PART_OF = "part_of"
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,23 @@ class RunLabels:
                 # The server merges by reading and writing: another task's labels, written at the same moment, can undo
                 # ours.
                 if all(stored.get(key) == value for key, value in labels.items()):
-                    return stored
+                    return stored if _PART_OF in stored else await self._tell_flow_around(client, run)
         raise RuntimeError(
             f"labels {', '.join(sorted(labels))} of flow run {self.flow_run_id} were written three times and are not "
             "stored; another process writes the same labels. Is the same flow run executed twice?"
         )
+
+    async def _tell_flow_around(self, client: PrefectClient, run: FlowRun) -> dict[str, Label]:
+        """Note a subflow in the flow run around it: they die together, and only that one's end is seen by anybody.
+
+        A run of a deployment is nobody's part, also when a flow started it: it has a process and an end of its own.
+        """
+        if run.parent_task_run_id is None or run.deployment_id is not None:
+            return labels_of(run)
+        around = (await client.read_task_run(run.parent_task_run_id)).flow_run_id
+        assert around is not None, "a subflow's task belongs to the flow around it"
+        await RunLabels(around).write({f"subflow.{run.id}": True})
+        return await self.write({_PART_OF: str(around)})
 
     async def remember(self, key: str, value: Label) -> Label:
         """The value under `key`, which is `value` if nothing was written there yet. Values of one key are comparable.
@@ -198,3 +213,8 @@ def roots_in(labels: Mapping[str, Any]) -> list[RootLabel]:
         RootLabel(str(labels[f"root.{d}"]), labels.get(f"root_owner.{d}"), labels.get(f"root_places.{d}"))
         for d in digests
     ]
+
+
+def subflows_in(labels: Mapping[str, Any]) -> list[UUID]:
+    """The flow runs that the labels name as subflows of theirs."""
+    return [UUID(key.removeprefix("subflow.")) for key in sorted(labels) if key.startswith("subflow.")]

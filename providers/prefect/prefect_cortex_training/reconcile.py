@@ -18,7 +18,7 @@ from prefect.states import Crashed
 
 from cortex_training.errors import ConfigurationError
 from prefect_cortex_training.cleanup import cancel_jobs_of_run
-from prefect_cortex_training.labels import Label, RunLabels, jobs_in, labels_of, roots_in
+from prefect_cortex_training.labels import Label, RunLabels, jobs_in, labels_of, roots_in, subflows_in
 from prefect_cortex_training.scan import ended_runs, runs_with_a_process
 
 ENDS = {
@@ -127,7 +127,7 @@ def _is_open(run: FlowRun) -> bool:
 
 
 def _has_remote_work(labels: dict[str, Label]) -> bool:
-    return bool(jobs_in(labels) or roots_in(labels))
+    return bool(jobs_in(labels) or roots_in(labels) or subflows_in(labels))
 
 
 def _done_key(run: FlowRun) -> str:
