@@ -103,6 +103,10 @@ class TaskRun:
         self.max_tries = self.try_number - 1 + self.retries
         self.xcoms.clear()
 
+    def clear_another_task(self) -> None:
+        """A user clears some other task of the same DAG run, whatever this one is doing: the run counts that."""
+        self.clear_number += 1
+
     def execute(self, operator: Any) -> Any:
         """One try, its deferral included: the trigger is stored and made anew, and its event too."""
         try:

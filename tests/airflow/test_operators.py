@@ -95,7 +95,7 @@ class TestCreateJob:
         job_id = run.execute(create(service_connection))
         assert run.store.writes[0]["job_id"] == job_id
         assert run.xcoms["job_id"] == job_id
-        assert run.xcoms["cortex_training_token"] == {"id": job_id, "generation": [2, 0]}
+        assert run.xcoms["cortex_training_token"] == {"id": job_id, "generation": [2]}
         assert client.get_job(job_id)["job_id"] == job_id
         client.cancel_job(job_id)
 
@@ -106,6 +106,14 @@ class TestCreateJob:
         assert run.execute(create(service_connection)) == first
         assert created(client, before) == [first]
         client.cancel_job(first)
+
+    def test_a_retry_adopts_the_job_of_an_earlier_release(self, task_run, service_connection, client) -> None:
+        run = task_run("create")
+        job_id = run.execute(create(service_connection))
+        # Earlier releases wrote down how often the DAG run had been cleared, too.
+        run.store.set("cortex_training", {"v": 1, "generation": [2, 0], "job_id": job_id})
+        run.retry()
+        assert run.execute(create(service_connection)) == job_id
 
     def test_a_retry_creates_the_job_that_was_only_written_down(self, task_run, service_connection, client) -> None:
         run = task_run("create")
@@ -432,6 +440,22 @@ class TestTrainingCalls:
         run.retry()
         assert run.execute(forward_backward(service_connection, job_id, **frame)) == first
         assert executed(local_service, job_id, "forward-backward") == 1
+
+    def test_clearing_another_task_of_the_run_makes_no_clear_of_a_retry(
+        self, task_run, service_connection, local_service, job_id, frame
+    ) -> None:
+        forward_backward = CortexTrainingForwardBackwardOperator(
+            task_id="fb", conn_id=service_connection, job_id=job_id, **frame
+        )
+        step = CortexTrainingStepOperator(task_id="step", conn_id=service_connection, job_id=job_id)
+        for operator, operation in ((forward_backward, "forward-backward"), (step, "step")):
+            run = task_run(operator.task_id)
+            first = run.execute(operator)
+            run.retry()
+            run.clear_another_task()
+            assert run.execute(operator) == first
+            executed = [e for e in local_service.execution_log() if e["op"] == operation and e["job_id"] == job_id]
+            assert len(executed) == 1
 
     def test_a_retry_with_another_frame_is_refused(self, task_run, service_connection, job_id, frame) -> None:
         run = task_run("fb")

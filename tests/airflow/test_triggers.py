@@ -355,6 +355,10 @@ class TestKill:
             (Comms("deferred", {"id": "other", "generation": [1, 1]}), True),
             # A retry of the same generation replaced the job: whoever did that settled the old one.
             (Comms("deferred", {"id": "other", "generation": [0, 0]}), False),
+            # The same, told by releases that do and do not count the clears of other tasks of the run.
+            (Comms("deferred", {"id": "other", "generation": [0, 1]}), False),
+            (Comms("deferred", {"id": "other", "generation": [0]}), False),
+            (Comms("deferred", {"id": "other", "generation": None}), True),
             (Comms("deferred", None), False),
         ],
     )

@@ -55,7 +55,7 @@ class DurableRecord:
                 f"{found.get('v')!r}, this release reads {RECORD_VERSION}. Finish the run with the release that wrote "
                 f"it, or delete the key {RECORD_KEY!r} there after making sure that its job is cancelled."
             )
-        if found.get("generation") == self.generation:
+        if is_same_generation(found.get("generation"), self.generation):
             self.current = found
         else:
             self.superseded = found
@@ -82,5 +82,14 @@ class DurableRecord:
 
 
 def generation(context: Context) -> list[int]:
-    """Changes when a user clears the task or the run, and not on an automatic retry."""
-    return [int(context["ti"].max_tries), int(context["dag_run"].clear_number or 0)]
+    """Changes when a user clears the task, and not on an automatic retry.
+
+    Clearing raises the number of tries that the task instance may have. `DagRun.clear_number` is no part of it: it
+    rises when any task of the run is cleared, and would take the retries of all others for clears.
+    """
+    return [int(context["ti"].max_tries)]
+
+
+def is_same_generation(one: Any, other: Any) -> bool:
+    """Whether two stored generations are one; earlier releases stored the run's clear number as a second item."""
+    return isinstance(one, list) and isinstance(other, list) and one[:1] == other[:1]

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from airflow_cortex_training.durable import TOKEN_KEY
+from airflow_cortex_training.durable import TOKEN_KEY, is_same_generation
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ async def may_cancel(task_instance: Any, remote_id: str, generation: list[int]) 
         return False
     if not isinstance(token, dict):
         return False
-    return token.get("id") != remote_id and token.get("generation") != generation
+    return token.get("id") != remote_id and not is_same_generation(token.get("generation"), generation)
 
 
 def _state(ti: Any) -> tuple[str | None, bool]:
