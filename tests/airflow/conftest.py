@@ -22,6 +22,7 @@ os.environ["AIRFLOW__CORE__UNIT_TEST_MODE"] = "False"
 
 import pytest  # noqa: E402
 from airflow.sdk.exceptions import TaskDeferred  # noqa: E402
+from airflow.sdk.execution_time.context import OutletEventAccessors  # noqa: E402
 
 from cortex_training.client import CortexTrainingClient  # noqa: E402
 from tests.publication.conftest import bucket, s3_root, s3_server  # noqa: E402, F401
@@ -79,6 +80,7 @@ class TaskRun:
         self.task_id = task_id
         self.deferrals: list[TaskDeferred] = []
         self.events: list[dict[str, Any]] = []
+        self.outlet_events = OutletEventAccessors()
 
     def context(self) -> Any:
         ti = SimpleNamespace(
@@ -91,7 +93,12 @@ class TaskRun:
             xcom_push=lambda key, value: self.xcoms.__setitem__(key, json.loads(json.dumps(value))),
         )
         dag_run = SimpleNamespace(dag_id=ti.dag_id, run_id=ti.run_id, clear_number=self.clear_number)
-        return {"ti": ti, "dag_run": dag_run, "task_state_store": self.store}
+        return {
+            "ti": ti,
+            "dag_run": dag_run,
+            "task_state_store": self.store,
+            "outlet_events": self.outlet_events,
+        }
 
     def retry(self) -> None:
         self.try_number += 1

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from airflow.sdk import AssetAlias
 from airflow.sdk.exceptions import AirflowFailException, TaskDeferralError, TaskDeferralTimeout, TaskDeferred
 
+from airflow_cortex_training.assets import publications
 from airflow_cortex_training.links import CortexTrainingCheckpointLink, CortexTrainingJobLink
 from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
@@ -106,6 +108,19 @@ def test_links_lead_to_the_job_that_the_run_made_and_to_what_it_published(
     published = CortexTrainingCheckpointLink().get_link(operator, ti_key=key)
     # A folder has no page; the task's XComs name it.
     assert published.endswith("/dags/dag/runs/manual__2026-01-01/tasks/train/xcom")
+
+
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_what_a_run_published_is_announced(task_run, service_connection, manifest, root, no_grace, deferrable) -> None:
+    alias, own = AssetAlias("fine-tuned"), publications(root)
+    run = task_run("train")
+    given = plan(root, manifest, steps=2)
+    result = run.execute(train(service_connection, given, deferrable=deferrable, outlets=[alias, own]))
+    (event,) = run.outlet_events[alias].asset_alias_events
+    assert event.dest_asset_key.uri == own.uri
+    told = {name: event.extra[name] for name in ("entry", "step", "job_id", "checkpoint_id")}
+    assert told == {"entry": result["entry"], "step": 2, **{n: result[n] for n in ("job_id", "checkpoint_id")}}
+    assert run.outlet_events[own].extra == event.extra
 
 
 def test_progress_reaches_the_log(task_run, service_connection, manifest, root, no_grace, caplog, capfd) -> None:

@@ -35,6 +35,7 @@ from airflow_cortex_training.operators.base import (
 )
 from airflow_cortex_training.operators.checkpoints import attempt_id
 from airflow_cortex_training.operators.jobs import is_last_try
+from airflow_cortex_training.roots import open_root
 from airflow_cortex_training.run_folder import (
     DrivenByAnother,
     check_inputs,
@@ -92,6 +93,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         on_clear: see above.
         cancel_on_kill: whether the jobs of the run are cancelled when a user ends the task. Without it they live on to
             their idle timeout, or until the teardown cancels them.
+
+    An `AssetAlias` among the `outlets` gets an event about `assets.publications(root)`, with the last publication.
 
     Returns (XCom): the run's `cortex_training.training.TrainingResult`: ``root``, ``job_id``, ``steps``,
     ``global_steps``, ``first_loss``, ``last_loss``, ``checkpoint_id``, ``entry``, ``segments``, ``epoch``.
@@ -188,11 +191,15 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         if is_of_another_wait(event, root=root) or (attempt and event.get("attempt", attempt) != attempt):
             self.log.warning("driving on the run in %s: %s is about another one", root, event)
             return self.execute(context)
-        root = root or event.get("root") or (DurableRecord(context).current or {}).get("root")
+        known = DurableRecord(context).current or {}
+        root = root or event.get("root") or known.get("root")
+        credentials = credentials or known.get("credentials")
         if event.get("status") == Status.TRAINED:
             result = dict(event["result"])
             with contextlib.suppress(CortexTrainingError):
                 self._note_result(context, self.hook.settings(), result)
+            with clear_failures():
+                self._announce(context, result, credentials)
             self.log.info("trained %s steps, loss %s -> %s", result["steps"], result["first_loss"], result["last_loss"])
             self._trained = result
             return result
@@ -289,6 +296,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
         self._driving = None
         self._trained = result.to_dict()
         self._note_result(context, settings, self._trained)
+        with clear_failures():
+            self._announce(context, self._trained, plan.credentials)
         return self._trained
 
     async def _run(
@@ -335,6 +344,16 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
             note(self, CortexTrainingCheckpointLink, location_url(location, context))
 
     # After
+
+    def _announce(self, context: Context, result: Mapping[str, Any], credentials: str | None) -> None:
+        if not self.outlets or not result.get("entry"):
+            return
+        from airflow_cortex_training.assets import about, announce, publications
+        from cortex_training.publication import Entry
+
+        store = open_root(str(result["root"]), credentials)
+        told = about(Entry.parse(str(result["entry"]), store.root), store)
+        announce(self.outlets, context, publications(store.root), told)
 
     def _too_late(self, root: str) -> DeadlineExceeded:
         limit_s = self.time_limit_s(self.timeout_s)
