@@ -110,13 +110,19 @@ PARAMS = {
 }
 
 
-def training_plan(params: Mapping[str, Any], *, root: Any, dataset: Any, job_id: Any) -> dict[str, Any]:
-    """The plan of `train`, of values or of the templates that stand for them."""
+def training_plan(params: Mapping[str, Any], *, root: Any, dataset: Any, job_id: Any, sub_jobs: Any) -> dict[str, Any]:
+    """The plan of `train`, of values or of the templates that stand for them.
+
+    It begins in the job that is there, and may replace it: a job that is lost at night costs no night.
+    """
     names = ("steps", "seed", "micro_batch_size", "micro_batches_per_step", "save_every_steps")
     return {
         "root": root,
         "dataset": dataset,
         "job_id": job_id,
+        "sub_jobs": sub_jobs,
+        # The tasks after it work with the job; `cancel_job` ends it.
+        "when_done": "keep",
         **{name: params[name] for name in names},
         "learning_rate": {
             "schedule": "linear",
@@ -126,10 +132,11 @@ def training_plan(params: Mapping[str, Any], *, root: Any, dataset: Any, job_id:
     }
 
 
-def check(params: Mapping[str, Any]) -> None:
+def check(params: Mapping[str, Any], sub_jobs: list[dict[str, Any]]) -> None:
     """Fail on a parameter that `train` would refuse, when a job had been created and waited for."""
     try:
-        plan = training_plan(params, root=params["root"], dataset=params["root"], job_id="not-created-yet")
+        root = params["root"]
+        plan = training_plan(params, root=root, dataset=root, job_id="not-created-yet", sub_jobs=sub_jobs)
         TrainingPlan.from_dict(plan).validate()
     except ConfigurationError as error:
         raise AirflowFailException(f"the DAG's parameters: {error}") from error
@@ -143,15 +150,11 @@ def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
         raise AirflowFailException(
             f"root {root} is not a folder here: create or mount it, or set the DAG's parameter root"
         )
-    check(params)
     if len(params["references"]) not in (0, len(params["prompts"])):
         raise AirflowFailException(
             f"the DAG's parameters: {len(params['references'])} references for {len(params['prompts'])} prompts: give "
             "one for each prompt, or none"
         )
-    run = "".join(c if c.isalnum() or c in "-_." else "-" for c in run_id)
-    for folder in ("datasets", "runs", "models", "samples"):
-        (root / folder).mkdir(exist_ok=True)
     adapter = {"peft_config": params["lora"]} if params["lora"] else {}
     shared = {"model_name": params["model_name"], "seed": params["seed"]}
     if params["dtype"]:
@@ -162,6 +165,14 @@ def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
         "train_batch_size": params["micro_batch_size"],
         "gradient_clipping": 1.0,
     }
+    sub_jobs = [
+        {"job_type": "training", **shared, "training_config": {**training, **sized, **adapter}},
+        {"job_type": "sampling", **shared, "inference_config": {**sized, **adapter}},
+    ]
+    check(params, sub_jobs)
+    run = "".join(c if c.isalnum() or c in "-_." else "-" for c in run_id)
+    for folder in ("datasets", "runs", "models", "samples"):
+        (root / folder).mkdir(exist_ok=True)
     return {
         "dataset": f"{root}/datasets/{run}",
         "run": f"{root}/runs/{run}",
@@ -169,10 +180,7 @@ def settle(params: dict[str, Any], run_id: str) -> dict[str, Any]:
         "before": f"{root}/samples/{run}-before.jsonl",
         "after": f"{root}/samples/{run}-after.jsonl",
         "evaluation": f"{root}/samples/{run}-evaluation.json",
-        "sub_jobs": [
-            {"job_type": "training", **shared, "training_config": {**training, **sized, **adapter}},
-            {"job_type": "sampling", **shared, "inference_config": {**sized, **adapter}},
-        ],
+        "sub_jobs": sub_jobs,
     }
 
 
@@ -243,12 +251,11 @@ with DAG(
     )
 
     prompts = {
-        "job_id": create_job.output,
         "prompts": "{{ params.prompts }}",
         "sampling_params": {"max_tokens": "{{ params.max_new_tokens }}", "temperature": 0.0},
     }
     generate_before = CortexTrainingGenerateOperator(
-        task_id="generate_before", output_path=settled["before"], **prompts
+        task_id="generate_before", job_id=create_job.output, output_path=settled["before"], **prompts
     )
 
     train = CortexTrainingTrainOperator(
@@ -258,14 +265,17 @@ with DAG(
             root=settled["run"],
             dataset=build_dataset.output["manifest"],
             job_id=create_job.output,
+            sub_jobs=settled["sub_jobs"],
         ),
     )
+    # The job that trained to the end: another one, if the first was lost.
+    trained_job = train.output["job_id"]
 
-    save = CortexTrainingSaveOperator(task_id="save", job_id=create_job.output, checkpoint_type="weights-only")
+    save = CortexTrainingSaveOperator(task_id="save", job_id=trained_job, checkpoint_type="weights-only")
 
     export = CortexTrainingExportOperator(
         task_id="export",
-        job_id=create_job.output,
+        job_id=trained_job,
         checkpoint_id=save.output["checkpoint_id"],
         root=settled["models"],
         metrics={"first_loss": train.output["first_loss"], "last_loss": train.output["last_loss"]},
@@ -280,9 +290,11 @@ with DAG(
         loss=train.output["last_loss"],
     )
 
-    weight_sync = CortexTrainingWeightSyncOperator(task_id="weight_sync", job_id=create_job.output)
+    weight_sync = CortexTrainingWeightSyncOperator(task_id="weight_sync", job_id=trained_job)
 
-    generate_after = CortexTrainingGenerateOperator(task_id="generate_after", output_path=settled["after"], **prompts)
+    generate_after = CortexTrainingGenerateOperator(
+        task_id="generate_after", job_id=trained_job, output_path=settled["after"], **prompts
+    )
 
     evaluated = evaluate(settled["before"], settled["after"], "{{ params.references }}", settled["evaluation"])
 

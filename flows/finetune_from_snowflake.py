@@ -6,7 +6,7 @@ Blocks it uses, made once in the UI or from Python: a `SnowflakeConnector` of pr
 `CortexTrainingCredentials` for the training. No secret is a parameter.
 
 Running it again after a crash, with the same flow run or on the same root, goes on where it stopped: no job is created
-twice, no step is taken twice. Whatever happens, the job is cancelled in the end.
+twice, no step is taken twice. A job that is lost in training is replaced. Whatever happens, no job is left in the end.
 
 Served, with `prefect-cortex-training watch` and `drive` running beside it, the flow run is suspended while its job
 queues and while the GPUs work: no process waits for them. Without those two it waits in its own process.
@@ -139,10 +139,30 @@ def finetune_from_snowflake(
     for field, value, needed in (("root", root, Path(root).parent), ("models", models, Path(models))):
         if not needed.is_dir():
             raise ConfigurationError.of(field, value, f"folder {needed} does not exist; create it or mount it first")
+    adapter = {"peft_config": lora} if lora else {}
+    sub_jobs = [
+        SubJobConfig.training_job(
+            model,
+            optimizer={"name": "AdamW", "lr": learning_rate, "weight_decay": 0.0},
+            max_seq_len=max_seq_len,
+            train_batch_size=micro_batch_size,
+            n_gpus=n_gpus,
+            gradient_clipping=1.0,
+            extra_training=adapter,
+            dtype=dtype,
+            seed=seed,
+        ).to_wire(),
+        SubJobConfig.sampling_job(
+            model, max_seq_len=max_seq_len, n_gpus=n_gpus, extra_sampling=adapter, dtype=dtype, seed=seed
+        ).to_wire(),
+    ]
+    # It begins in the job that is made below and used behind it, and may replace it.
     plan = TrainingPlan(
         root=root,
         dataset=f"{root}/dataset",
         job_id="made below",
+        sub_jobs=tuple(sub_jobs),
+        when_done="keep",
         steps=steps,
         micro_batch_size=micro_batch_size,
         micro_batches_per_step=micro_batches_per_step,
@@ -166,30 +186,13 @@ def finetune_from_snowflake(
         connect_options=connect_options,
         tables=[prepared],
     )
-    adapter = {"peft_config": lora} if lora else {}
-    sub_jobs = [
-        SubJobConfig.training_job(
-            model,
-            optimizer={"name": "AdamW", "lr": learning_rate, "weight_decay": 0.0},
-            max_seq_len=max_seq_len,
-            train_batch_size=micro_batch_size,
-            n_gpus=n_gpus,
-            gradient_clipping=1.0,
-            extra_training=adapter,
-            dtype=dtype,
-            seed=seed,
-        ),
-        SubJobConfig.sampling_job(
-            model, max_seq_len=max_seq_len, n_gpus=n_gpus, extra_sampling=adapter, dtype=dtype, seed=seed
-        ),
-    ]
     samples: dict[str, Any] = {
         "prompts": prompts or PROMPTS,
         "sampling_params": {"max_tokens": max_tokens, "temperature": 0.0},
     }
 
     with jobs_cancelled_at_end():
-        job_id = create_job(cortex, [sub_job.to_wire() for sub_job in sub_jobs], gpu_limit=gpu_limit)
+        job_id = create_job(cortex, sub_jobs, gpu_limit=gpu_limit)
         await_remote(cortex, job_id)
         before = generate(cortex, job_id, out=f"{root}/samples-before.json", seq=1, **samples)
         plan = replace(plan, dataset=dataset["manifest"], job_id=job_id)

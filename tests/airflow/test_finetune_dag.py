@@ -64,7 +64,8 @@ def test_a_run_without_prompts_is_refused_when_it_is_triggered(pipeline: ModuleT
 
 def test_what_was_checked_is_what_is_trained(pipeline: ModuleType, params: dict[str, Any]) -> None:
     template = pipeline.dag.get_task("train").plan
-    checked = pipeline.training_plan(params, root="r", dataset="d", job_id="j")
+    sub_jobs = pipeline.settle.function(params, "run")["sub_jobs"]
+    checked = pipeline.training_plan(params, root="r", dataset="d", job_id="j", sub_jobs=sub_jobs)
     assert template.keys() == checked.keys()
     assert template["learning_rate"].keys() == checked["learning_rate"].keys()
     assert template["steps"] == "{{ params.steps }}"

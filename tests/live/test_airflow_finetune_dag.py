@@ -21,11 +21,6 @@ DAG_ID = "finetune_from_snowflake"
 STEPS = 6
 ROWS = 400
 
-FROM_THE_JOB_ON = (
-    *("create_job", "wait_until_running", "generate_before", "train", "save", "export"),
-    *("publish", "weight_sync", "generate_after", "evaluate", "cancel_job"),
-)
-
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
@@ -102,12 +97,11 @@ def test_rows_become_a_published_checkpoint_and_no_job_is_left(
 def test_a_step_that_never_arrived_costs_a_job_and_no_step(night: Night, rows: list[Any], conf: dict[str, Any]) -> None:
     night.proxy.add(r"POST .*/step$", DROP_BEFORE, skip=4)
     run = night.start(DAG_ID, **conf)
-    run.wait("failed", timeout_s=360)
-    # It may still arrive, so nobody goes on in this job; and no other may take its place unasked.
-    assert "step 5 was sent and has not been executed" in run.log("train")
-    assert night.live_jobs() == []
-    run.clear(*FROM_THE_JOB_ON)
     run.wait(timeout_s=360)
+    # It may still arrive, so nobody goes on in this job: a new one begins with what a save of it rescued.
+    trained = run.xcom("train")
+    assert trained["job_id"] != run.xcom("create_job")
+    assert (trained["segments"], trained["steps"]) == (2, STEPS)
     latest = PublicationLog(str(Path(conf["root"]) / "models")).latest()
     assert latest is not None
     assert (latest.name, latest.step) == (run.xcom("publish")["entry"], STEPS)

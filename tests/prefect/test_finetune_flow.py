@@ -21,6 +21,7 @@ from prefect.states import Scheduled
 
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication import PublicationLog, SaveManifest
+from cortex_training.training import status
 from demo.prefect_server import PrefectServer
 from prefect_cortex_training.labels import PREFIX, jobs_in
 
@@ -54,6 +55,17 @@ def start(flow_run_id: UUID, server: PrefectServer, folder: Path) -> subprocess.
 
 def steps_of(service: Any, job_id: str | None = None) -> list[int]:
     return [entry["global_steps"] for entry in service.execution_log(job_id) if entry["op"] == "step"]
+
+
+def steps_in(service: Any, root: str) -> list[int]:
+    """Steps that the jobs of a training run have taken.
+
+    A driver that is killed between a step's record and its request costs its job: the next one goes on from a save of
+    it, and no step is lost or taken twice.
+    """
+    if not Path(root, "run.json").exists():
+        return []
+    return [step for job_id in status(root).state.job_ids for step in steps_of(service, job_id)]
 
 
 def jobs_of(flow_run_id: UUID) -> list[str]:
@@ -129,7 +141,7 @@ def retry(flow_run_id: UUID) -> None:
 
 
 @pytest.mark.parametrize("results", ["kept", "lost"])
-def test_a_killed_flow_goes_on_with_its_job_and_takes_each_step_once(
+def test_a_killed_flow_goes_on_and_takes_each_step_once(
     results: str,
     flow_parameters: dict[str, Any],
     local_service: Any,
@@ -155,9 +167,34 @@ def test_a_killed_flow_goes_on_with_its_job_and_takes_each_step_once(
     output, _ = again.communicate(timeout=240)
     assert again.returncode == 0, output
     assert jobs_of(flow_run_id) == [job_id]
-    assert steps_of(local_service, job_id) == list(range(1, 41))
-    assert job_status(local_service, job_id) == "cancelled"
+    assert steps_in(local_service, flow_parameters["root"]) == list(range(1, 41))
+    assert {job_status(local_service, job) for job in status(flow_parameters["root"]).state.job_ids} == {"cancelled"}
     assert len(PublicationLog(flow_parameters["models"]).entries()) == 1
+
+
+def test_a_job_that_is_lost_in_training_costs_no_flow(
+    flow_parameters: dict[str, Any], local_service: Any, on_server: PrefectServer, results_folder: Path
+) -> None:
+    from cortex_training import CortexTrainingClient
+
+    flow_parameters |= {"steps": 40, "save_every_steps": 5}
+    flow_run_id = create_flow_run(flow_parameters)
+    process = start(flow_run_id, on_server, results_folder)
+    root = flow_parameters["root"]
+    wait_until(lambda: len(steps_in(local_service, root)) >= 8 or process.poll() is not None, "eight steps")
+    (job_id,) = jobs_of(flow_run_id)
+    with CortexTrainingClient(local_service.base_url, local_service.database, local_service.schema) as client:
+        client.cancel_job(job_id)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    lost, replacement = status(root).state.job_ids
+    assert lost == job_id
+    assert steps_of(local_service, replacement)[-1] == 40
+    assert job_status(local_service, replacement) == "cancelled"
+    log = PublicationLog(flow_parameters["models"])
+    entry = log.latest()
+    assert entry is not None
+    assert (entry.step, SaveManifest.read(log.store, entry.save).job_id) == (40, replacement)
 
 
 @pytest.mark.parametrize(

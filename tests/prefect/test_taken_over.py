@@ -19,7 +19,7 @@ from cortex_training.training import TrainingPlan, status
 from prefect_cortex_training import train
 
 from .conftest import PAT
-from .test_finetune_flow import steps_of, wait_until
+from .test_finetune_flow import steps_in, steps_of, wait_until
 from .test_operations import SUB_JOBS
 
 STEPS = 30
@@ -75,12 +75,12 @@ def test_a_killed_command_line_run_goes_on_in_a_flow_and_takes_each_step_once(
     trained = goes_on(plan)
 
     assert trained["steps"] == STEPS
-    assert trained["job_id"] == begun.job_id
-    assert steps_of(local_service, trained["job_id"]) == list(range(1, STEPS + 1))
+    assert status(plan["root"]).state.job_ids[0] == begun.job_id
+    assert steps_in(local_service, plan["root"]) == list(range(1, STEPS + 1))
 
     # And back: the command line finds it finished, and says the same.
     again = by_the_command_line(plan, local_service, tmp_path)
     output, _ = again.communicate(timeout=120)
     assert again.returncode == 0, output
     assert trained["entry"] in output
-    assert steps_of(local_service, trained["job_id"]) == list(range(1, STEPS + 1))
+    assert steps_in(local_service, plan["root"]) == list(range(1, STEPS + 1))

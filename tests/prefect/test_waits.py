@@ -154,6 +154,20 @@ def test_what_went_wrong_is_raised_in_the_flow(service: ScriptedService, error: 
         in_a_flow(lambda: await_remote("block", "j", "r1"))
 
 
+def test_a_job_that_ran_is_not_waited_for_again_once_it_has_ended(service: ScriptedService) -> None:
+    """A training run went on in another one while the flow run was suspended."""
+
+    def twice() -> tuple[str, str]:
+        service.jobs["j"] = {"job_id": "j", "status": "running"}
+        before = await_remote("block", "j")["status"]
+        service.jobs["j"]["status"] = "cancelled"
+        return before, await_remote("block", "j")["status"]
+
+    assert in_a_flow(twice) == ("running", "cancelled")
+    with pytest.raises(JobFailed):
+        in_a_flow(lambda: await_remote("block", "j"))
+
+
 def test_the_deadline_counts_from_the_first_wait(service: ScriptedService) -> None:
     def body() -> None:
         run_to_end(RunLabels(flow_run.id).write({"waiting_since.r1.earlier": time.time() - 100}))

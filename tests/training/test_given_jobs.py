@@ -11,7 +11,7 @@ from cortex_training.publication.log import PublicationLog
 from cortex_training.training import RunFailed, RunInterrupted, end_run, operations, status
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, TWICE
 from tests.training.conftest import SUB_JOBS
-from tests.training.test_bad_nights import DEAD, cancel, foreign_job, jobs, on_client, state_of, steps, stepped_once
+from tests.training.test_bad_nights import DEAD, cancel, foreign_job, jobs, on_client, state_of, stepped_once, steps
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_somebody_elses_job_goes_on_from_a_save_too(runs, proxy):
 def test_no_save_goes_back_into_a_job_without_proof(runs, proxy, skip, options):
     proxy.add(r"^POST .*/step$", TWICE, skip=skip)
     result = runs.run(runs.plan(**options))
-    first, second = jobs(runs)
+    first, _ = jobs(runs)
     assert (result.segments, result.steps) == (2, 6)
     assert state_of(runs, first) in DEAD
 
@@ -195,7 +195,7 @@ def test_a_load_without_an_answer_is_sent_again_to_somebody_elses_job(runs, prox
 
 
 def test_loads_that_never_get_an_answer_end_the_run(runs, proxy, hasty):
-    with pytest.raises(RunFailed, match="could not be loaded.*3 loads got no answer"):
+    with pytest.raises(RunFailed, match=r"could not be loaded.*3 loads got no answer"):
         moved_to(runs, proxy, DROP_BEFORE, times=9)
 
 

@@ -25,6 +25,7 @@ from cortex_training.errors import (
     ServiceError,
     TransportError,
 )
+from cortex_training.states import is_terminal_job
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import dual, run_to_end
 from prefect_cortex_training.labels import RunLabels, is_finished
@@ -68,7 +69,8 @@ async def aawait_remote(
         poll_s: how long to look before suspending.
 
     A rerun of a flow run whose work on the job is finished has nothing to wait for, and the job has ended: it gets the
-    job as it is, or of the request's result the numbers and ids that were noted when it came.
+    job as it is, or of the request's result the numbers and ids that were noted when it came. So does a flow run whose
+    job ran when it was waited for, and has ended since: a training run may have gone on in another one.
 
     Raises JobFailed when the job ends, RequestFailed when the request does not succeed, DeadlineExceeded when
     `timeout_s` is over: in the flow, after it was resumed.
@@ -76,12 +78,15 @@ async def aawait_remote(
     check_seconds(timeout_s=timeout_s, poll_s=poll_s)
     labels = RunLabels.of_current_run("await_remote")
     written = await labels.read()
-    if is_finished(written, job_id):
-        if request_id is None:
-            async with connected(credentials) as client:
-                return dict(await client.get_job(job_id))
-        if (noted := written.get(_awaited_key(job_id, request_id))) is not None:
-            return dict(json.loads(str(noted)))
+    finished = is_finished(written, job_id)
+    if request_id is None and (finished or written.get(_ran_key(job_id))):
+        async with connected(credentials) as client:
+            job = dict(await client.get_job(job_id))
+        if finished or is_terminal_job(job.get("status")):
+            return job
+    noted = written.get(_awaited_key(job_id, request_id)) if request_id is not None and finished else None
+    if noted is not None:
+        return dict(json.loads(str(noted)))
     subject = (job_id,) if request_id is None else (job_id, request_id)
     wait = Wait(RUNNING if request_id is None else REQUEST, credentials, subject)
     since = float(await labels.remember(f"waiting_since.{subject[-1]}", time.time()))
@@ -92,7 +97,9 @@ async def aawait_remote(
     found = await look_or_suspend(
         wait, look, deadline=since + timeout_s, poll_s=poll_s, watched=can_suspend() and await is_watched()
     )
-    if request_id is not None:
+    if request_id is None:
+        await labels.write({_ran_key(job_id): True})
+    else:
         await labels.write({_awaited_key(job_id, request_id): json.dumps(_numbers_and_ids(found), sort_keys=True)})
     return found
 
@@ -143,6 +150,10 @@ def check_seconds(**times: float) -> None:
 
 def _awaited_key(job_id: str, request_id: str) -> str:
     return f"awaited.{job_id}.{request_id}"
+
+
+def _ran_key(job_id: str) -> str:
+    return f"ran.{job_id}"
 
 
 def _numbers_and_ids(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ async def _train_to_the_end(credentials: str, wanted: TrainingPlan, labels: RunL
 async def _hold_gpus(labels: RunLabels, plan: TrainingPlan, gpu_limit: str | None) -> None:
     if gpu_limit is None:
         return
-    if not plan.sub_jobs:
+    if plan.job_id is not None:
         raise ConfigurationError.of(
             "gpu_limit", gpu_limit, "the plan names a job that exists: give the limit to create_job, which asks first"
         )
