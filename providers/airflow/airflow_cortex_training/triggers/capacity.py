@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
+from airflow.triggers.base import BaseTrigger
 
 from airflow_cortex_training.capacity import Enough, enough
 from airflow_cortex_training.connection import Target
-from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.stored import StoredArguments
-from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, Wait
 from cortex_training.protocol.pace import Bounds
 
 _BOUNDS = Bounds(shortest_s=5.0, longest_s=60.0)
 
 
-class CortexTrainingCapacityTrigger(StoredArguments, BaseTrigger):
+class CortexTrainingCapacityTrigger(Wait, BaseTrigger):
     """Fires once when `gpus` GPUs of `hardware` are free, when the service tells nothing, or at the deadline.
 
     It only reads. Other arguments as in `CortexTrainingRequestTrigger`.
@@ -47,21 +45,13 @@ class CortexTrainingCapacityTrigger(StoredArguments, BaseTrigger):
         self.unknown = unknown
         self._available: int | None = None
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        self.check_version()
+    async def outcome(self) -> Outcome:
+        what = f"{self.gpus} GPUs of {self.hardware or 'any hardware'}"
         async with open_hub(Target(**self.target)) as hub:
-            outcome = await wait_for(
-                lambda: self._look(hub),
-                what=f"{self.gpus} GPUs of {self.hardware or 'any hardware'}",
-                started=self.started,
-                deadline=self.deadline,
-                bounds=_BOUNDS,
-                log=self.log,
-            )
-        await sleep_until(self.not_before)
-        told = event(outcome.status, hardware=self.hardware, available_gpus=self._available, error=outcome.error)
-        yield TriggerEvent(told)
-        return
+            return await self.wait(lambda: self._look(hub), what, _BOUNDS)
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        return {"hardware": self.hardware, "available_gpus": self._available}
 
     async def _look(self, hub: PollHub) -> Outcome | None:
         capacity = await hub.capacity(self.hardware)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
+from airflow.triggers.base import BaseTrigger
 
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
-from airflow_cortex_training.triggers.events import Status, event
-from airflow_cortex_training.triggers.stored import StoredArguments
-from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
+from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.waiting import Outcome, Wait
 from cortex_training.errors import ConflictError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.states import is_terminal_job, job_state
@@ -26,7 +24,7 @@ SLICE_S = 30.0
 _BOUNDS = Bounds(shortest_s=1.0, longest_s=5.0)
 
 
-class CortexTrainingDrainTrigger(StoredArguments, BaseTrigger):
+class CortexTrainingDrainTrigger(Wait, BaseTrigger):
     """Fires once when the service has emptied the cache, when the job ended, or at the deadline.
 
     The wait is the call itself: the service holds its answer back, and gives nothing to look at meanwhile. It is
@@ -61,30 +59,15 @@ class CortexTrainingDrainTrigger(StoredArguments, BaseTrigger):
         self.unknown = unknown
         self._request_id = ""
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        self.check_version()
+    async def outcome(self) -> Outcome:
         client = await CortexTrainingHook.for_target(Target(**self.target)).get_async_client(
             request_timeout=(15.0, SLICE_S + 30.0), max_retries=0
         )
         async with client:
-            outcome = await wait_for(
-                lambda: self._ask(client),
-                what=f"the sampling of job {self.job_id} to drain",
-                started=self.started,
-                deadline=self.deadline,
-                bounds=_BOUNDS,
-                log=self.log,
-            )
-        await sleep_until(self.not_before)
-        told = event(
-            outcome.status,
-            job_id=self.job_id,
-            request_id=self._request_id,
-            state=outcome.state,
-            error=outcome.error,
-        )
-        yield TriggerEvent(told)
-        return
+            return await self.wait(lambda: self._ask(client), f"the sampling of job {self.job_id} to drain", _BOUNDS)
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        return {"job_id": self.job_id, "request_id": self._request_id, "state": outcome.state}
 
     async def _ask(self, client: AsyncCortexTrainingClient) -> Outcome | None:
         left_s = max(0.0, self.deadline - time.time())

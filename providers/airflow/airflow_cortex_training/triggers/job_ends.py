@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
+from airflow.triggers.base import BaseTrigger
 
 from airflow_cortex_training.connection import Target
-from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.stored import StoredArguments
-from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, Wait
 from cortex_training.errors import NotFoundError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.states import is_terminal_job
@@ -19,7 +17,7 @@ from cortex_training.states import is_terminal_job
 _BOUNDS = Bounds(shortest_s=1.0, longest_s=10.0)
 
 
-class CortexTrainingJobEndsTrigger(StoredArguments, BaseTrigger):
+class CortexTrainingJobEndsTrigger(Wait, BaseTrigger):
     """Fires once when all of `job_ids` have ended, or are unknown to the service, or at the deadline. It only reads.
 
     Args:
@@ -52,27 +50,12 @@ class CortexTrainingJobEndsTrigger(StoredArguments, BaseTrigger):
         self.unknown = unknown
         self._alive = list(job_ids)
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        self.check_version()
+    async def outcome(self) -> Outcome:
         async with open_hub(Target(**self.target)) as hub:
-            outcome = await wait_for(
-                lambda: self._look(hub),
-                what=f"the end of {', '.join(self.job_ids)}",
-                started=self.started,
-                deadline=self.deadline,
-                bounds=_BOUNDS,
-                log=self.log,
-            )
-        await sleep_until(self.not_before)
-        told = event(
-            outcome.status,
-            job_ids=self.job_ids,
-            cancelled=self.cancelled,
-            alive=self._alive,
-            error=outcome.error,
-        )
-        yield TriggerEvent(told)
-        return
+            return await self.wait(lambda: self._look(hub), f"the end of {', '.join(self.job_ids)}", _BOUNDS)
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        return {"job_ids": self.job_ids, "cancelled": self.cancelled, "alive": self._alive}
 
     async def _look(self, hub: PollHub) -> Outcome | None:
         self._alive = [job_id for job_id in self._alive if not await _has_ended(hub, job_id)]

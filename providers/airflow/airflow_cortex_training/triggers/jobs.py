@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
+from airflow.triggers.base import BaseTrigger
 
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.triggers import kill
-from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.stored import StoredArguments
-from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, Wait
 from cortex_training.errors import ConflictError, NotFoundError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.states import JobState, is_terminal_job, job_state
@@ -22,7 +20,7 @@ from cortex_training.states import JobState, is_terminal_job, job_state
 _BOUNDS = Bounds(shortest_s=2.0, longest_s=20.0)
 
 
-class CortexTrainingJobTrigger(StoredArguments, BaseTrigger):
+class CortexTrainingJobTrigger(Wait, BaseTrigger):
     """Fires once when a job runs, when it ended, or at the deadline.
 
     It cancels the job only for a task that owns it, and only when a user ends that task: `cancel_on_kill` and
@@ -53,20 +51,12 @@ class CortexTrainingJobTrigger(StoredArguments, BaseTrigger):
         self.v = v
         self.unknown = unknown
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        self.check_version()
+    async def outcome(self) -> Outcome:
         async with open_hub(Target(**self.target)) as hub:
-            outcome = await wait_for(
-                lambda: self._look(hub),
-                what=f"job {self.job_id}",
-                started=self.started,
-                deadline=self.deadline,
-                bounds=_BOUNDS,
-                log=self.log,
-            )
-        await sleep_until(self.not_before)
-        yield TriggerEvent(event(outcome.status, job_id=self.job_id, state=outcome.state, error=outcome.error))
-        return
+            return await self.wait(lambda: self._look(hub), f"job {self.job_id}", _BOUNDS)
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        return {"job_id": self.job_id, "state": outcome.state}
 
     async def _look(self, hub: PollHub) -> Outcome | None:
         job = await hub.job(self.job_id)

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
+from airflow.triggers.base import BaseTrigger
 
 from airflow_cortex_training.roots import open_log
-from airflow_cortex_training.triggers.events import Status, event
-from airflow_cortex_training.triggers.stored import StoredArguments
-from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
+from airflow_cortex_training.triggers.events import Status
+from airflow_cortex_training.triggers.waiting import Outcome, Wait
 from cortex_training.protocol.pace import Bounds
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ FRESH_S = 1.0
 """A listing that is not older than this answers everybody."""
 
 
-class CortexTrainingPublicationTrigger(StoredArguments, BaseTrigger):
+class CortexTrainingPublicationTrigger(Wait, BaseTrigger):
     """Fires once when the latest publication of `root` is later than `after` and has `min_step` steps, or at the
     deadline.
 
@@ -64,20 +62,12 @@ class CortexTrainingPublicationTrigger(StoredArguments, BaseTrigger):
         self.unknown = unknown
         self._found: dict[str, Any] = {}
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        self.check_version()
+    async def outcome(self) -> Outcome:
         with shared_listing(self.root, self.credentials) as listing:
-            outcome = await wait_for(
-                lambda: self._look(listing),
-                what=f"a publication in {self.root}",
-                started=self.started,
-                deadline=self.deadline,
-                bounds=_BOUNDS,
-                log=self.log,
-            )
-        await sleep_until(self.not_before)
-        yield TriggerEvent(event(outcome.status, root=self.root, error=outcome.error, **self._found))
-        return
+            return await self.wait(lambda: self._look(listing), f"a publication in {self.root}", _BOUNDS)
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        return {"root": self.root, **self._found}
 
     async def _look(self, listing: SharedListing) -> Outcome | None:
         entry = await listing.latest()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-from airflow.triggers.base import BaseTrigger, TriggerEvent
+from airflow.triggers.base import BaseTrigger
 
 from airflow_cortex_training.connection import Target
 from airflow_cortex_training.hooks.cortex_training import CortexTrainingHook
 from airflow_cortex_training.triggers import kill
-from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
-from airflow_cortex_training.triggers.stored import StoredArguments
-from airflow_cortex_training.triggers.waiting import Outcome, sleep_until, wait_for
+from airflow_cortex_training.triggers.waiting import Outcome, Wait
 from cortex_training.errors import ApiError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.protocol.polling import POLL_REFUSALS
@@ -23,7 +21,7 @@ _BOUNDS = Bounds(shortest_s=1.0, longest_s=15.0)
 STREAMING_OPERATIONS = frozenset({"generate-stream"})
 
 
-class CortexTrainingRequestTrigger(StoredArguments, BaseTrigger):
+class CortexTrainingRequestTrigger(Wait, BaseTrigger):
     """Fires once when a request has its result or error, when its job ended, or at the deadline. It only reads.
 
     Args:
@@ -65,34 +63,16 @@ class CortexTrainingRequestTrigger(StoredArguments, BaseTrigger):
         self.v = v
         self.unknown = unknown
 
-    async def run(self) -> AsyncIterator[TriggerEvent]:
-        self.check_version()
-        outcome = await self._wait()
-        await sleep_until(self.not_before)
-        yield TriggerEvent(
-            event(
-                outcome.status,
-                job_id=self.job_id,
-                request_id=self.request_id,
-                state=outcome.state,
-                error=outcome.error,
-            )
-        )
-        return
-
-    async def _wait(self) -> Outcome:
+    async def outcome(self) -> Outcome:
         if self.operation in STREAMING_OPERATIONS:
             return Outcome(Status.REFUSED, error=f"{self.operation} can't be waited for here: {_STREAMS}")
         async with open_hub(Target(**self.target)) as hub:
-            return await wait_for(
-                lambda: self._look(hub),
-                what=f"{self.operation} request {self.request_id} of job {self.job_id}",
-                started=self.started,
-                deadline=self.deadline,
-                bounds=_BOUNDS,
-                durations=hub.durations_of(self.job_id, self.operation),
-                log=self.log,
-            )
+            what = f"{self.operation} request {self.request_id} of job {self.job_id}"
+            durations = hub.durations_of(self.job_id, self.operation)
+            return await self.wait(lambda: self._look(hub), what, _BOUNDS, durations)
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        return {"job_id": self.job_id, "request_id": self.request_id, "state": outcome.state}
 
     async def _look(self, hub: PollHub) -> Outcome | None:
         from airflow_cortex_training.triggers.session import ReplyTooLarge

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_cortex_training.triggers.events import Status
+from airflow.triggers.base import TriggerEvent
+
+from airflow_cortex_training.triggers.events import Status, event
+from airflow_cortex_training.triggers.stored import StoredArguments
 from cortex_training.errors import (
     AuthError,
     ConfigurationError,
@@ -38,6 +41,46 @@ class Outcome:
 
 
 Look = Callable[[], Awaitable[Outcome | None]]
+
+
+class Wait(StoredArguments):
+    """What a trigger of one wait has beside its arguments: it waits, holds back what came too soon, and fires once.
+
+    Classes give `outcome` and `told`. Times are UTC epoch seconds: when the wait began, when an event may be fired,
+    when to give up.
+    """
+
+    started: float
+    not_before: float
+    deadline: float
+    log: Any
+
+    async def outcome(self) -> Outcome:
+        """Wait, usually with `wait`."""
+        raise NotImplementedError
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        """What the task must know beside status and error: ids and numbers."""
+        raise NotImplementedError
+
+    async def wait(self, look: Look, what: str, bounds: Bounds, durations: Durations | None = None) -> Outcome:
+        """`wait_for` with this trigger's times and log."""
+        return await wait_for(
+            look,
+            what=what,
+            started=self.started,
+            deadline=self.deadline,
+            bounds=bounds,
+            durations=durations,
+            log=self.log,
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        self.check_version()
+        outcome = await self.outcome()
+        await sleep_until(self.not_before)
+        yield TriggerEvent(event(outcome.status, error=outcome.error, **self.told(outcome)))
+        return
 
 
 async def wait_for(
