@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -191,28 +192,126 @@ def renewals(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_who_looks_after_a_run_renews_once_a_minute_and_tells_of_a_lease_that_ran_out(
-    limit: str, renewals: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def look(renewer: LeaseRenewer, flow_run_id: Any) -> None:
-        async with get_client() as prefect:
-            await renewer.look_after(prefect, [await prefect.read_flow_run(flow_run_id)])
+async def look_after(renewer: LeaseRenewer, flow_run_id: Any) -> None:
+    async with get_client() as prefect:
+        await renewer.look_after(prefect, [await prefect.read_flow_run(flow_run_id)])
 
+
+def test_who_looks_after_a_run_renews_once_a_minute(limit: str, renewals: list[Any]) -> None:
     @flow
     def holds() -> None:
         labels = RunLabels(flow_run.id)
         run_to_end(hold_gpus(labels, "a-job", limit, 1, LOGGER))
         renewer = LeaseRenewer(LOGGER)
         for _ in range(3):
-            run_to_end(look(renewer, labels.flow_run_id))
+            run_to_end(look_after(renewer, labels.flow_run_id))
         assert len(renewals) == 1
-        monkeypatch.setattr(gpu_lease, "RENEW_EVERY_S", 0.0)
-        with get_client(sync_client=True) as client:
-            client.release_concurrency_slots_with_lease(renewals[0])
-        run_to_end(look(renewer, labels.flow_run_id))
-        assert "has run out" in caplog.text
+        run_to_end(release_gpus(labels))
 
     holds()
+
+
+@pytest.fixture
+def nobody_renews(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_lease, "_keep_renewed", lambda flow_run_id: None)
+    monkeypatch.setattr(gpu_lease, "RENEW_EVERY_S", 0.0)
+
+
+def run_out(lease: Any) -> None:
+    """What the server does with a lease that nobody renews."""
+    with get_client(sync_client=True) as client:
+        client.release_concurrency_slots_with_lease(lease)
+
+
+def test_a_lease_that_ran_out_while_the_job_lives_is_taken_again_once_its_slots_are_free(
+    limit: str, renewals: list[Any], nobody_renews: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody was there to renew it for a while, and somebody else was faster."""
+
+    @flow
+    def holds() -> list[int]:
+        labels = RunLabels(flow_run.id)
+        run_to_end(hold_gpus(labels, "a-job", limit, 3, LOGGER))
+        run_to_end(hold_gpus(labels, "another", limit, 1, LOGGER))
+        renewer = LeaseRenewer(LOGGER)
+        run_to_end(look_after(renewer, labels.flow_run_id))
+        run_out(renewals[0])
+        seen = [taken(limit)]
+        with get_client(sync_client=True) as client:
+            other = client.increment_concurrency_slots_with_lease([limit], 2, "concurrency", 60.0).json()["lease_id"]
+        run_to_end(look_after(renewer, labels.flow_run_id))
+        seen.append(taken(limit))
+        assert f"3 slots of {limit} has run out, and they are not free" in caplog.text
+        run_out(other)
+        for _ in range(2):
+            run_to_end(look_after(renewer, labels.flow_run_id))
+            seen.append(taken(limit))
+        run_to_end(release_gpus(labels))
+        return [*seen, taken(limit)]
+
+    assert holds() == [1, 3, 4, 4, 0]
+
+
+def test_two_who_look_after_a_run_take_its_slots_again_once(
+    limit: str, renewals: list[Any], nobody_renews: None
+) -> None:
+    @flow
+    def holds() -> list[int]:
+        labels = RunLabels(flow_run.id)
+        run_to_end(hold_gpus(labels, "a-job", limit, 1, LOGGER))
+        one, other = LeaseRenewer(LOGGER), LeaseRenewer(LOGGER)
+        run_to_end(look_after(one, labels.flow_run_id))
+        run_out(renewals[0])
+
+        async def both() -> None:
+            await asyncio.gather(*(look_after(renewer, labels.flow_run_id) for renewer in (one, other)))
+
+        run_to_end(both())
+        for renewer in (one, other):
+            run_to_end(look_after(renewer, labels.flow_run_id))
+        seen = taken(limit)
+        run_to_end(release_gpus(labels))
+        return [seen, taken(limit)]
+
+    assert holds() == [1, 0]
+
+
+def test_a_limit_that_is_gone_or_too_small_by_now_keeps_nobody_from_the_other_runs(
+    limit: str, renewals: list[Any], nobody_renews: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    @flow
+    def holds() -> None:
+        labels = RunLabels(flow_run.id)
+        run_to_end(labels.write({"lease.a-job.gone": f"{uuid4()} 5 {limit}"}))
+        run_to_end(labels.write({"lease.another.gone": f"{uuid4()} 1 no-such-limit"}))
+        run_to_end(look_after(LeaseRenewer(LOGGER), labels.flow_run_id))
+        run_to_end(release_gpus(labels))
+
+    holds()
+    assert len(renewals) == 2
+    assert "prefect gcl inspect" in caplog.text
+    assert "prefect gcl create no-such-limit" in caplog.text
+    assert taken(limit) == 0
+
+
+def test_slots_are_renewed_while_a_flow_run_waits_for_its_next_try(
+    limit: str, renewals: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_lease, "RENEW_EVERY_S", 0.2)
+    before: list[int] = []
+
+    @flow(retries=1, retry_delay_seconds=5)
+    def holds() -> int:
+        run_to_end(hold_gpus(RunLabels(flow_run.id), "a-job", limit, 2, LOGGER))
+        if not before:
+            until(lambda: bool(renewals))
+            before.append(len(renewals))
+            raise RuntimeError("the next try goes on")
+        return len(renewals)
+
+    # One by `hold_gpus`, and one may have been on its way.
+    assert holds() > before[0] + 2
+    until(lambda: taken(limit) == 0)
 
 
 def test_the_process_of_a_run_renews_what_it_holds_and_gives_it_back_after_its_end(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow
@@ -208,6 +208,25 @@ async def test_a_wait_whose_time_is_over_ends_in_the_flow(service: ScriptedServi
     await look()
     assert await is_resumed(over)
     assert not await is_resumed(not_over)
+
+
+async def test_the_slots_of_a_run_are_renewed_until_a_process_does_it(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was resumed may wait for a worker for hours."""
+    renewed: list[Any] = []
+
+    async def renew(prefect: Any, lease: Any) -> bool:
+        renewed.append(lease)
+        return True
+
+    monkeypatch.setattr("prefect_cortex_training.gpu_lease._renewed", renew)
+    states = [Suspended(timeout_seconds=3600, pause_key="approval"), Scheduled(name="Resuming"), Pending(), Running()]
+    leases = [uuid4() for _ in states]
+    for state, lease in zip(states, leases, strict=True):
+        await a_run(state, {"lease.training.claim": f"{lease} 1 gpus"})
+    await look()
+    assert sorted(renewed) == sorted(leases[:3])
 
 
 async def test_many_runs_and_two_watchers(service: ScriptedService) -> None:

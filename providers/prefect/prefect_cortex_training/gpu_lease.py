@@ -2,8 +2,8 @@
 
 Prefect's own ``with concurrency(...)`` gives the slots back when the flow run is suspended, which is when the GPUs
 work. So the lease is the flow run's: its id is in a label, and whoever looks after the run renews it. That is a thread
-of the process while one executes the flow, `watch` and `drive` while the run is suspended. When nobody does, the lease
-runs out by itself.
+of the process while one executes the flow, `watch` and `drive` while none does. When nobody does, the lease runs out by
+itself; who comes then takes the slots again, once they are free.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun
 from prefect.logging import get_logger
 
 from cortex_training.errors import ConfigurationError, DeadlineExceeded
@@ -39,6 +40,23 @@ Logger = logging.Logger | logging.LoggerAdapter[Any]
 _keepers: dict[UUID, threading.Thread] = {}
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """What a label says is held: a lease on so many slots of a limit."""
+
+    lease: UUID
+    gpus: int
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{self.lease} {self.gpus} {self.limit}"
+
+    @classmethod
+    def of(cls, label: Label) -> _Slots:
+        lease, gpus, limit = str(label).split(" ", 2)
+        return cls(UUID(lease), int(gpus), limit)
+
+
 async def hold_gpus(labels: RunLabels, holder: str, limit: str, gpus: int, logger: Logger) -> None:
     """Return once the flow run has a lease on `gpus` slots of the limit called `limit`, and keep it renewed.
 
@@ -51,18 +69,22 @@ async def hold_gpus(labels: RunLabels, holder: str, limit: str, gpus: int, logge
         known = _leases(await labels.read(), holder)
         if not any([await _renewed(prefect, lease) for lease in known]):
             lease = await _acquire(prefect, limit, gpus, logger)
-            claim = f"lease.{holder}.{new_token()[:8]}"
-            written = await labels.write({claim: f"{lease} {gpus} {limit}"})
-            # Two processes that execute one flow run need one lease: both leave it at the smallest.
-            rivals = sorted(set(_leases(written, holder)) - set(known))[1:]
-            for surplus in rivals:
-                await _release(prefect, surplus)
-            gone = {*known, *rivals}
-            keys = [key for key in _keys(written, holder) if _lease_id(written[key]) in gone]
-            if keys:
-                await labels.write(dict.fromkeys(keys, _RELEASED))
+            await _note(prefect, labels, holder, known, _Slots(lease, gpus, limit))
             logger.info("%d slots of %s are taken", gpus, limit)
     _keep_renewed(labels.flow_run_id)
+
+
+async def _note(prefect: PrefectClient, labels: RunLabels, holder: str, known: list[UUID], new: _Slots) -> None:
+    """Write down that the flow run has `new` slots for `holder`, in the place of the leases `known`, which are gone."""
+    written = await labels.write({f"lease.{holder}.{new_token()[:8]}": str(new)})
+    # Two processes that execute or look after one flow run need one lease: both leave it at the smallest.
+    rivals = sorted(set(_leases(written, holder)) - set(known))[1:]
+    for surplus in rivals:
+        await _release(prefect, surplus)
+    gone = {*known, *rivals}
+    keys = [key for key in _keys(written, holder) if _Slots.of(written[key]).lease in gone]
+    if keys:
+        await labels.write(dict.fromkeys(keys, _RELEASED))
 
 
 async def release_gpus(labels: RunLabels, holder: str | None = None) -> None:
@@ -73,7 +95,7 @@ async def release_gpus(labels: RunLabels, holder: str | None = None) -> None:
         return
     async with get_client() as prefect:
         for key in keys:
-            await _release(prefect, _lease_id(written[key]))
+            await _release(prefect, _Slots.of(written[key]).lease)
     await labels.write(dict.fromkeys(keys, _RELEASED))
 
 
@@ -88,16 +110,37 @@ class LeaseRenewer:
         now = time.monotonic()
         self._renewed = {lease: at for lease, at in self._renewed.items() if now - at < RENEW_EVERY_S}
         for run in runs:
-            for lease in _leases(labels_of(run)):
-                if lease in self._renewed:
+            written = labels_of(run)
+            for holder in sorted({key.split(".")[1] for key in _keys(written)}):
+                leases = _leases(written, holder)
+                due = [lease for lease in leases if lease not in self._renewed]
+                if not due:
                     continue
-                self._renewed[lease] = now
+                self._renewed |= dict.fromkeys(due, now)
                 try:
-                    if not await _renewed(prefect, lease):
-                        self._logger.warning("flow run %s: its lease on GPU slots has run out", run.id)
+                    if not any([await _renewed(prefect, lease) for lease in leases]):
+                        await self._take_again(prefect, RunLabels(run.id), holder)
+                except ConfigurationError as error:
+                    self._logger.warning("flow run %s: its lease has run out: %s", run.id, error)
                 except httpx.HTTPError as error:
                     self._logger.warning("flow run %s: its lease could not be renewed: %s", run.id, error)
-                    del self._renewed[lease]
+                    for lease in due:
+                        del self._renewed[lease]
+
+    async def _take_again(self, prefect: PrefectClient, labels: RunLabels, holder: str) -> None:
+        """Take the slots of a lease that ran out, if they are free: the job is there, and uses its GPUs."""
+        written = await labels.read()
+        known = [_Slots.of(written[key]) for key in _keys(written, holder)]
+        if not known:
+            return  # given back since the run was read
+        gpus, limit = known[0].gpus, known[0].limit
+        what = f"flow run {labels.flow_run_id}: its lease on {gpus} slots of {limit} has run out"
+        lease = await _try_to_acquire(prefect, limit, gpus)
+        if isinstance(lease, UUID):
+            await _note(prefect, labels, holder, [slots.lease for slots in known], _Slots(lease, gpus, limit))
+            self._logger.warning("%s, and they were taken again", what)
+        else:
+            self._logger.warning("%s, and they are not free: more GPUs are in use than the limit allows", what)
 
 
 def _keep_renewed(flow_run_id: UUID) -> None:
@@ -122,7 +165,9 @@ async def _keep(flow_run_id: UUID) -> None:
                 run = await prefect.read_flow_run(flow_run_id)
                 if run.state is not None and run.state.is_final():
                     await release_gpus(RunLabels(flow_run_id))
-                if run.state is None or run.state.type != StateType.RUNNING or not _leases(labels_of(run)):
+                    return
+                # Scheduled is a run of this process that waits for its next try.
+                if run.state is None or run.state.is_paused() or not _leases(labels_of(run)):
                     return
                 await renewer.look_after(prefect, [run])
         except Exception as error:
@@ -132,33 +177,38 @@ async def _keep(flow_run_id: UUID) -> None:
 async def _acquire(prefect: PrefectClient, limit: str, gpus: int, logger: Logger) -> UUID:
     until = time.monotonic() + LONGEST_WAIT_S
     told = False
-    while True:
-        try:
-            answer = await prefect.increment_concurrency_slots_with_lease(
-                names=[limit], slots=gpus, mode="concurrency", lease_duration=LEASE_S
+    while not isinstance(lease := await _try_to_acquire(prefect, limit, gpus), UUID):
+        if time.monotonic() > until:
+            raise DeadlineExceeded(
+                f"{gpus} slots of {limit} were not free within {LONGEST_WAIT_S:g} s", timeout_s=LONGEST_WAIT_S
             )
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code != httpx.codes.LOCKED:
-                _refuse(limit, gpus, error)
-            if time.monotonic() > until:
-                raise DeadlineExceeded(
-                    f"{gpus} slots of {limit} were not free within {LONGEST_WAIT_S:g} s", timeout_s=LONGEST_WAIT_S
-                ) from None
-            if not told:
-                logger.info("waiting for %d slots of %s", gpus, limit)
-                told = True
-            await asyncio.sleep(min(float(error.response.headers.get("Retry-After", _LOOK_EVERY_S)), _LOOK_EVERY_S))
-            continue
-        body = answer.json()
-        lease = UUID(str(body["lease_id"]))
-        if not body["limits"]:
-            await _release(prefect, lease)
-            raise ConfigurationError.of(
-                "gpu_limit",
-                limit,
-                f"the Prefect server has no such limit; `prefect gcl create {limit} --limit GPUS`",
-            )
-        return lease
+        if not told:
+            logger.info("waiting for %d slots of %s", gpus, limit)
+            told = True
+        await asyncio.sleep(min(lease, _LOOK_EVERY_S))
+    return lease
+
+
+async def _try_to_acquire(prefect: PrefectClient, limit: str, gpus: int) -> UUID | float:
+    """A lease on slots, or in how many seconds to ask again."""
+    try:
+        answer = await prefect.increment_concurrency_slots_with_lease(
+            names=[limit], slots=gpus, mode="concurrency", lease_duration=LEASE_S
+        )
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != httpx.codes.LOCKED:
+            _refuse(limit, gpus, error)
+        return float(error.response.headers.get("Retry-After", _LOOK_EVERY_S))
+    body = answer.json()
+    lease = UUID(str(body["lease_id"]))
+    if not body["limits"]:
+        await _release(prefect, lease)
+        raise ConfigurationError.of(
+            "gpu_limit",
+            limit,
+            f"the Prefect server has no such limit; `prefect gcl create {limit} --limit GPUS`",
+        )
+    return lease
 
 
 def _refuse(limit: str, gpus: int, error: httpx.HTTPStatusError) -> NoReturn:
@@ -195,8 +245,4 @@ def _keys(labels: Mapping[str, Label], holder: str | None = None) -> list[str]:
 
 
 def _leases(labels: Mapping[str, Label], holder: str | None = None) -> list[UUID]:
-    return [_lease_id(labels[key]) for key in _keys(labels, holder)]
-
-
-def _lease_id(value: Label) -> UUID:
-    return UUID(str(value).partition(" ")[0])
+    return [_Slots.of(labels[key]).lease for key in _keys(labels, holder)]

@@ -34,6 +34,12 @@ async def suspended_runs(prefect: PrefectClient) -> list[FlowRun]:
     return [run async for run in _pages(prefect, FlowRunFilter(tags=_OURS, state=suspended))]
 
 
+async def runs_to_come(prefect: PrefectClient) -> list[FlowRun]:
+    """Every flow run of ours that waits for a process: it was resumed, or is tried again."""
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED, StateType.PENDING]))
+    return [run async for run in _pages(prefect, FlowRunFilter(tags=_OURS, state=states))]
+
+
 async def runs_with_a_process(prefect: PrefectClient) -> list[FlowRun]:
     """Every flow run of ours that says that it runs, or that its process is about to."""
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING]))

@@ -33,7 +33,7 @@ from prefect_cortex_training.handover import find_outcome
 from prefect_cortex_training.labels import labels_of
 from prefect_cortex_training.presence import DRIVERS, WATCHERS, Presence, somebody_is_there
 from prefect_cortex_training.reconcile import Reconciler, Rules
-from prefect_cortex_training.scan import resume, suspended_runs
+from prefect_cortex_training.scan import resume, runs_to_come, suspended_runs
 from prefect_cortex_training.waiting import NOT_YET_KNOWN_S, WATCHED_S
 from prefect_cortex_training.waits import CAPACITY, REQUEST, RUNNING, TRAINING, Wait, wait_of
 
@@ -101,7 +101,7 @@ class Watcher:
 
     async def _resume_ready(self, prefect: PrefectClient) -> None:
         suspended = await suspended_runs(prefect)
-        await self._leases.look_after(prefect, suspended)
+        await self._leases.look_after(prefect, [*suspended, *await runs_to_come(prefect)])
         waiting = [(run, wait) for run in suspended if (wait := wait_of(run)) is not None]
         if any(wait.kind == TRAINING for _, wait in waiting) and await somebody_is_there(DRIVERS):
             self._driver_seen = time.monotonic()
