@@ -18,6 +18,7 @@ from airflow_cortex_training.triggers import publication_events
 from airflow_cortex_training.triggers.publication_events import CURSOR_KEY, CortexTrainingPublicationEventTrigger
 from cortex_training.errors import ConfigurationError
 from cortex_training.publication import Entry, PublicationLog, SaveManifest
+from tests.airflow.conftest import stored
 
 MANIFEST = SaveManifest("job-1", "cp_1", "weights-only", 4)
 
@@ -207,14 +208,20 @@ async def test_a_long_log_is_remembered_in_bounded_space(monkeypatch: pytest.Mon
     ("arguments", "complaint"),
     [
         ({"root": "s3://bucket/models"}, "credentials"),
-        ({"root": "s3://bucket/models", "credentials": "file:/a, secret:abc"}, "plain text"),
+        ({"root": "/models", "credentials": "file:/a"}, "credentials"),
+        ({"root": "s3://bucket/models", "credentials": "file:/a,keyring:b"}, "keyring"),
         ({"root": "/models", "poll_s": 0}, "poll_s"),
     ],
 )
 def test_a_watcher_that_could_not_watch_is_refused_in_the_dag_file(arguments: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigurationError, match=complaint) as caught:
+    with pytest.raises(ConfigurationError, match=complaint):
         assets.watched_publications(**arguments)
-    assert "secret:abc" not in str(caught.value)
+
+
+@pytest.mark.parametrize("credentials", ["secret:/var/run/secrets/s3", "file:/a,airflow:bucket"])
+def test_every_place_that_credentials_are_found_in_may_be_named(credentials: str) -> None:
+    (watcher,) = assets.watched_publications("s3://bucket/models", credentials=credentials).watchers
+    assert stored(watcher.trigger).credentials == credentials
 
 
 def test_watchers_of_one_root_under_two_names_are_two_triggers() -> None:

@@ -50,8 +50,8 @@ def watched_publications(
     Args:
         root: as in `publications`. It may not exist yet.
         name: of the asset; default its URI.
-        credentials: of an ``s3://`` root, ``kind:location,...``; a secret itself is refused, because Airflow stores a
-            trigger's arguments in plain text.
+        credentials: where those of an ``s3://`` root are found, ``kind:location,...``: ``airflow:CONN_ID``, or a place
+            that triggerers see.
         poll_s: seconds between two looks.
     """
     from airflow_cortex_training.triggers.publication_events import CortexTrainingPublicationEventTrigger

@@ -21,6 +21,8 @@ from airflow_cortex_training.roots import open_log
 from airflow_cortex_training.triggers.stored import StoredArguments
 from cortex_training.errors import ConfigurationError, CortexTrainingError
 from cortex_training.publication import Entry, PublicationLog, RootError
+from cortex_training.publication.credentials import parse_sources
+from cortex_training.publication.errors import CredentialsError
 
 CURSOR_KEY = "cortex_training_publications"
 CURSOR_VERSION = 1
@@ -34,7 +36,7 @@ class CortexTrainingPublicationEventTrigger(StoredArguments, BaseEventTrigger):
     Args:
         root: an absolute path or ``s3://bucket/prefix``, as triggerers see it.
         asset: name of the asset it reports to; two assets on one root are two triggers with a memory each.
-        credentials: of an ``s3://`` root, ``kind:location,...``, e.g. ``airflow:CONN_ID``; no secrets.
+        credentials: where those of an ``s3://`` root are found, ``kind:location,...``, e.g. ``airflow:CONN_ID``.
         poll_s: seconds between two looks.
         v: version of these arguments.
     """
@@ -61,13 +63,14 @@ class CortexTrainingPublicationEventTrigger(StoredArguments, BaseEventTrigger):
         """Raise `ConfigurationError` for arguments that can't be watched. Called when a DAG file is parsed."""
         if self.poll_s <= 0:
             raise ConfigurationError.of("poll_s", self.poll_s, "give the seconds between two looks")
-        if any(part.strip().startswith("secret:") for part in (self.credentials or "").split(",")):
-            raise ConfigurationError(
-                "a watcher's arguments are stored in plain text: give airflow:CONN_ID, file:PATH or vault:...",
-                field="credentials",
-            )
-        if self.root.startswith("s3://") and not self.credentials:
-            raise ConfigurationError.of("credentials", None, "an s3:// root needs kind:location, e.g. airflow:CONN_ID")
+        if self.root.startswith("s3://") != bool(self.credentials):
+            fix = "an s3:// root needs kind:location, e.g. airflow:CONN_ID, and no other root has credentials"
+            raise ConfigurationError.of("credentials", self.credentials, fix)
+        if self.credentials:
+            try:
+                parse_sources(self.credentials)
+            except CredentialsError as problem:
+                raise ConfigurationError(str(problem), field="credentials") from None
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         self.check_version()
