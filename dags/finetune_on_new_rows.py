@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow.sdk import DAG, Asset, chain, get_current_context, task
+from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_cortex_training.assets import watched_publications
 from airflow_cortex_training.operators.checkpoints import (
@@ -147,6 +148,9 @@ def published() -> dict[str, Any]:
     """
     events = [event for events in get_current_context()["triggering_asset_events"].values() for event in events]
     latest = max((event.extra["payload"] for event in events), key=lambda told: told["entry"])
+    if not latest.get("checkpoint_id"):
+        # Published from the command line, from files that the service never had.
+        raise AirflowSkipException(f"{latest['location']} names no checkpoint of the service: nothing to evaluate here")
     checkpoint = {"source_job_id": latest["job_id"], "checkpoint_id": latest["checkpoint_id"]}
     Path(ROOT, "answers").mkdir(exist_ok=True)
     return {

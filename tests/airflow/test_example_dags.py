@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from airflow.sdk import DAG, Asset
+from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_cortex_training.operators.jobs import CortexTrainingCancelJobOperator, CortexTrainingCreateJobOperator
 
@@ -69,3 +71,23 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     assert str(tmp_path) == module.ROOT
     assert module.train.plan["steps"] == 7
     assert module.dataset.inlets == [Asset("snowflake://myorg-myaccount/TRAINING/PUBLIC/TRAINING_EXAMPLES")]
+
+
+def test_a_publication_without_a_checkpoint_of_the_service_is_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FINETUNE_ROOT", str(tmp_path))
+    module = _module(FOLDER / "finetune_on_new_rows.py")
+    told = [{"entry": "1-4", "epoch": 1, "step": 4, "job_id": "j", "checkpoint_id": "c"}]
+
+    def evaluate() -> dict[str, Any]:
+        events = [SimpleNamespace(extra={"payload": one}) for one in told]
+        monkeypatch.setattr(module, "get_current_context", lambda: {"triggering_asset_events": {"models": events}})
+        return dict(module.published.function())
+
+    (sub_job,) = evaluate()["sub_jobs"]
+    assert sub_job["source_checkpoint_info"] == {"source_job_id": "j", "checkpoint_id": "c"}
+    # A trainer's own save, which the command line published, names none.
+    told.append({"entry": "1-5", "epoch": 1, "step": 5, "location": "/mnt/models/exec/5"})
+    with pytest.raises(AirflowSkipException, match="/mnt/models/exec/5"):
+        evaluate()
