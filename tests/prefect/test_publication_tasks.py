@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,30 @@ def test_publish_resolve_and_prune(on_server: PrefectServer, tmp_path: Path) -> 
     assert pruned == {"removed": 2, "kept": 1}
     assert [entry.step for entry in PublicationLog(root).entries()] == [3]
     assert not (tmp_path / saves[0]).exists()
+
+
+def test_what_was_resolved_stays_resolved_also_when_its_stored_result_is_lost(
+    on_server: PrefectServer, tmp_path: Path, results_folder: Path
+) -> None:
+    """Somebody is asked about a model; what was published while the flow run waited is not what was approved."""
+    root = str(tmp_path / "models")
+
+    @flow(result_serializer="json")
+    def a_flow() -> Any:
+        publish(root, make_save(Path(root), "cp_1", 1), epoch=1, step=1)
+        asked_about = resolve(root)
+        PublicationLog(root).publish(make_save(Path(root), "cp_2", 2), 1, 2)
+        shutil.rmtree(results_folder)
+        return [asked_about, resolve(root), resolve(root, seq=2)]
+
+    asked_about, promoted, latest = a_flow()
+    assert promoted == asked_about
+    assert latest["checkpoint_id"] == "cp_2"
+
+
+def test_outside_of_a_flow_it_resolves_anew(on_server: PrefectServer, tmp_path: Path) -> None:
+    PublicationLog(tmp_path).publish(make_save(tmp_path, "cp_1", 1), 1, 1)
+    assert resolve(str(tmp_path))["checkpoint_id"] == "cp_1"
 
 
 def test_a_bucket_needs_credentials(on_server: PrefectServer) -> None:

@@ -8,7 +8,7 @@ depend on a token.
 
 Stored results may be lost, with a container's disk. What was asked of a job is therefore noted a second time in the
 flow run's labels: the job may have ended since, its work done, and a service that restarted may have forgotten which
-micro-batches it has seen.
+micro-batches it has seen. So is the model that a person was asked about.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from prefect import Task
 from prefect.cache_policies import CachePolicy
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
+from prefect.runtime import flow_run
 
 from cortex_training.errors import (
     ConfigurationError,
@@ -83,8 +84,9 @@ def task_pair(
 
     `verb` is the task's name and part of its key. `retries` counts further attempts after a failure that may go away
     by itself. With ``cached=False`` nothing is skipped on a rerun: for verbs whose truth is elsewhere and may have
-    changed. With `noted`, for verbs that work on a job, the result is also written into the flow run's labels, and is
-    found there when the stored one is lost; `noted` says of such a result whether it still holds.
+    changed. With `noted` the result is also written into the flow run's labels, and is found there when the stored one
+    is lost: for verbs that work on a job, and for answers that have to stay. `noted` says of such a result whether it
+    still holds.
     """
 
     def decorate(
@@ -139,7 +141,9 @@ async def _noted(
 
     Raises JobFailed when there is none and the work on the job was finished: nothing can be asked of it any more.
     """
-    labels = RunLabels.of_current_run(verb)
+    if not flow_run.id:
+        return await call()
+    labels = RunLabels(flow_run.id)
     key = f"result.{verb}.{durable_key(str(labels.flow_run_id), verb, arguments, defaults)[:16]}"
     written = await labels.read()
     if key in written:
@@ -149,7 +153,7 @@ async def _noted(
     try:
         result = await call()
     except (ConflictError, JobFailed) as error:
-        job_id = str(arguments["job_id"])
+        job_id = str(arguments.get("job_id"))
         if not is_finished(written, job_id):
             raise
         raise JobFailed(

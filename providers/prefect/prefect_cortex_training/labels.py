@@ -9,7 +9,8 @@ there first: the id of a job before it is created, the intent of an optimizer st
     waiting_since.<job id>.<claim>     when waiting for the job began, UTC epoch seconds
     awaited.<job id>.<request id>      numbers and ids of the result of a request that was awaited, as JSON
     <verb>.<job id>.<seq>              an operation: the id of its request
-    result.<verb>.<digest>             what a task on a job gave, as JSON; the digest is of its arguments
+    result.<verb>.<digest>             what a task on a job, or `resolve`, gave, as JSON; the digest is of its
+                                       arguments
     forward_backward.<job id>.<step>.<micro-batch>.failed.<n>
                                        the service said that attempt n at this micro-batch failed
     step.<job id>.<seq>.<claim>        an optimizer step: "intent", "not sent", or the id of its request

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_cortex_training.durable import task_pair
+from prefect_cortex_training.durable import always, task_pair
 from prefect_cortex_training.labels import RunLabels
 from prefect_cortex_training.lineage import files_asset, record_made, source_of
 from prefect_cortex_training.publication_events import tell_published
@@ -132,6 +132,6 @@ def _log(root: str, root_credentials: str | None) -> PublicationLog:
 
 
 publish, apublish = task_pair("publish", retries=2)(_publish)
-resolve, aresolve = task_pair("resolve", retries=2)(_resolve)
+resolve, aresolve = task_pair("resolve", retries=2, noted=always)(_resolve)
 # Run again it removes what is too much then, which is what was asked for.
 prune, aprune = task_pair("prune", retries=2, cached=False)(_prune)
