@@ -13,10 +13,17 @@ from airflow.sdk import AssetAlias
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from airflow.utils.state import TaskInstanceState
 
-from airflow_cortex_training.operators.checkpoints import CortexTrainingExportOperator, CortexTrainingPublishOperator
+from airflow_cortex_training.operators.checkpoints import (
+    CortexTrainingExportOperator,
+    CortexTrainingLoadOperator,
+    CortexTrainingPublishOperator,
+    CortexTrainingSaveOperator,
+)
 from airflow_cortex_training.operators.datasets import CortexTrainingBuildDatasetOperator
 from airflow_cortex_training.operators.train import CortexTrainingTrainOperator
+from airflow_cortex_training.operators.training import CortexTrainingForwardBackwardOperator
 from cortex_training.publication import Entry, PublicationLog, SaveManifest
+from tests.airflow.test_operators import client, job_id  # noqa: F401
 
 ROWS = [(f"What comes after {n}?", f"After {n} comes {n + 1}.") for n in range(20)]
 
@@ -93,12 +100,14 @@ def test_a_training_run_that_ended_in_the_triggerer_names_its_dataset_job_and_pu
 
     told = _told(task)
     assert [(i.namespace, i.name) for i in told.inputs] == [("file", "/mnt/datasets/d1/manifest.json")]
-    (output,) = told.outputs
+    output, weights = told.outputs
     assert (output.namespace, output.name) == ("file", "/mnt/runs/r1")
     assert output.facets["version"].datasetVersion == entry
     query = told.run_facets["externalQuery"]
     assert query.externalQueryId == "job-1"
     assert query.source == "cortex-training://acme.example/TRAINING/PUBLIC/cortex-training"
+    # Where a save of the job, which an export reads, goes on.
+    assert (weights.namespace, weights.name) == (query.source, "job-1")
 
 
 def test_a_publication_names_its_files_and_its_entry(tmp_path: Path, task_run: Any) -> None:
@@ -127,6 +136,38 @@ def test_an_export_names_the_services_checkpoint_and_what_was_written(connection
     assert (output.name, output.facets["version"].datasetVersion) == ("/mnt/models/exec/a/cp_1", "cp_1")
     written = output.outputFacets["outputStatistics"]
     assert (written.fileCount, written.size) == (3, 99)
+
+
+def test_what_a_job_was_trained_on_leads_to_what_it_saved(
+    task_run: Any,
+    service_connection: str,
+    local_service: Any,
+    job_id: str,  # noqa: F811
+    manifest: str,
+) -> None:
+    job = {"conn_id": service_connection, "job_id": job_id}
+    forward_backward = CortexTrainingForwardBackwardOperator(
+        task_id="fb", **job, dataset=manifest, micro_batch_size=2, deferrable=False
+    )
+    save = CortexTrainingSaveOperator(task_id="save", **job, deferrable=False)
+    # Nothing was sent yet.
+    assert not _told(forward_backward).outputs
+    task_run("fb").execute(forward_backward)
+    checkpoint = f"{job_id}/{task_run('save').execute(save)['checkpoint_id']}"
+    load = CortexTrainingLoadOperator(task_id="load", **job, checkpoint_id=checkpoint.rpartition("/")[2])
+    task_run("load").execute(load)
+
+    at = local_service.base_url.partition("//")[2]
+    service = f"cortex-training://{at}/{local_service.database}/{local_service.schema}/cortex-training"
+    for task, read, written in (
+        (forward_backward, ("file", manifest), (service, job_id)),
+        (save, (service, job_id), (service, checkpoint)),
+        (load, (service, checkpoint), (service, job_id)),
+    ):
+        told = _told(task)
+        assert [(i.namespace, i.name) for i in told.inputs] == [read]
+        assert [(o.namespace, o.name) for o in told.outputs] == [written]
+        assert told.run_facets["externalQuery"].externalQueryId == job_id
 
 
 class _Rows:

@@ -1,5 +1,7 @@
 """What tasks of this provider tell OpenLineage: which tables became which dataset, run and model.
 
+At the service a job stands for the weights that it trains: batches go into it, checkpoints come out of it.
+
 Airflow's OpenLineage listener asks a finished operator for `get_openlineage_facets_on_complete`; the operators answer
 with one of the functions here. Names are those of the storage (``file`` and a path, ``s3://bucket`` and a key), so that
 what other producers say of the same files meets it. Without the OpenLineage provider nothing is said.
@@ -34,14 +36,40 @@ def of_dataset(hook: Any, conn_id: str, sql: str, built: Mapping[str, Any] | Non
 
 
 def of_training(plan: Mapping[str, Any], result: Mapping[str, Any] | None, where: ConnectionSettings) -> Any:
-    """The dataset -> checkpoints of the run, which the job made."""
+    """The dataset -> checkpoints of the run, and the weights of its job."""
     if result is None or (lineage := _lineage()) is None:
         return None
     return lineage(
         inputs=[_files(str(plan["dataset"]))],
-        outputs=[_published(str(result["root"]), result.get("entry"))],
+        outputs=[_published(str(result["root"]), result.get("entry")), _weights(where, str(result["job_id"]))],
         run_facets=_made_by(where, str(result["job_id"])),
     )
+
+
+def of_forward_backward(dataset: str, job_id: str, where: ConnectionSettings) -> OperatorLineage[Any, Any] | None:
+    """A dataset -> the weights of a job."""
+    if (lineage := _lineage()) is None:
+        return None
+    made_by = _made_by(where, job_id)
+    return lineage(inputs=[_files(dataset)], outputs=[_weights(where, job_id)], run_facets=made_by)
+
+
+def of_save(job_id: str, checkpoint_id: str, where: ConnectionSettings) -> OperatorLineage[Any, Any] | None:
+    """The weights of a job -> a checkpoint of the service."""
+    if (lineage := _lineage()) is None:
+        return None
+    saved = _checkpoint(where, job_id, checkpoint_id)
+    return lineage(inputs=[_weights(where, job_id)], outputs=[saved], run_facets=_made_by(where, job_id))
+
+
+def of_load(
+    source_job_id: str, checkpoint_id: str, job_id: str, where: ConnectionSettings
+) -> OperatorLineage[Any, Any] | None:
+    """A checkpoint of the service -> the weights of a job."""
+    if (lineage := _lineage()) is None:
+        return None
+    loaded = _checkpoint(where, source_job_id, checkpoint_id)
+    return lineage(inputs=[loaded], outputs=[_weights(where, job_id)], run_facets=_made_by(where, job_id))
 
 
 def of_export(
@@ -51,7 +79,7 @@ def of_export(
     if result is None or (lineage := _lineage()) is None:
         return None
     return lineage(
-        inputs=[_dataset(_service(where), f"{job_id}/{checkpoint_id}")],
+        inputs=[_checkpoint(where, job_id, checkpoint_id)],
         outputs=[
             dataset_version(str(result["path"]), checkpoint_id, files=int(result["files"]), size=int(result["bytes"]))
         ],
@@ -112,6 +140,14 @@ def _made_by(where: ConnectionSettings, job_id: str) -> dict[str, Any]:
     from airflow.providers.common.compat.openlineage.facet import ExternalQueryRunFacet
 
     return {"externalQuery": ExternalQueryRunFacet(externalQueryId=job_id, source=_service(where))}
+
+
+def _weights(where: ConnectionSettings, job_id: str) -> Dataset:
+    return _dataset(_service(where), job_id)
+
+
+def _checkpoint(where: ConnectionSettings, job_id: str, checkpoint_id: str) -> Dataset:
+    return _dataset(_service(where), f"{job_id}/{checkpoint_id}")
 
 
 def _service(where: ConnectionSettings) -> str:

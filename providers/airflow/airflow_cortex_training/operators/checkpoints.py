@@ -51,6 +51,7 @@ class CortexTrainingSaveOperator(CortexTrainingRequestOperator):
     def __init__(self, *, checkpoint_type: str = CheckpointType.RESUMABLE, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.checkpoint_type = checkpoint_type
+        self._saved: str | None = None
 
     def check(self) -> None:
         if str(self.checkpoint_type).lower() not in set(CheckpointType):
@@ -70,6 +71,7 @@ class CortexTrainingSaveOperator(CortexTrainingRequestOperator):
                 f"save on job {self.job_id} ended without a checkpoint id; it answered {sorted(result)}"
             )
         listed = listed_checkpoint(client, self.job_id, saved)
+        self._saved = saved
         return {
             "job_id": self.job_id,
             "checkpoint_id": saved,
@@ -77,6 +79,11 @@ class CortexTrainingSaveOperator(CortexTrainingRequestOperator):
             "global_steps": listed.get("global_steps"),
             "created_at": listed.get("created_at"),
         }
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_save
+
+        return of_save(self.job_id, self._saved, self.hook.settings()) if self._saved else None
 
 
 class CortexTrainingLoadOperator(CortexTrainingRequestOperator):
@@ -113,6 +120,7 @@ class CortexTrainingLoadOperator(CortexTrainingRequestOperator):
         self.checkpoint_id = checkpoint_id
         self.source_job_id = source_job_id
         self.target_sub_job_id = target_sub_job_id
+        self._loaded = False
 
     def check(self) -> None:
         require_text(self, "checkpoint_id", self.checkpoint_id)
@@ -123,7 +131,16 @@ class CortexTrainingLoadOperator(CortexTrainingRequestOperator):
         )
 
     def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        self._loaded = True
         return {"job_id": self.job_id, "checkpoint_id": self.checkpoint_id}
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_load
+
+        if not self._loaded:
+            return None
+        source = self.source_job_id or self.job_id
+        return of_load(source, self.checkpoint_id, self.job_id, self.hook.settings())
 
 
 class CortexTrainingExportOperator(CortexTrainingOperator):

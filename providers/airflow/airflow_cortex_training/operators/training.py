@@ -78,6 +78,7 @@ class CortexTrainingForwardBackwardOperator(CortexTrainingRequestOperator):
         self.micro_batches_per_step = micro_batches_per_step
         self.seed = seed
         self._frame = b""
+        self._done = False
 
     def check(self) -> None:
         given = [name for name in ("frame_path", "payload", "dataset") if getattr(self, name)]
@@ -104,12 +105,20 @@ class CortexTrainingForwardBackwardOperator(CortexTrainingRequestOperator):
         return client.forward_backward(self.job_id, self._frame, chunk_group_id=intent["group_id"])
 
     def finish(self, client: CortexTrainingClient, result: dict[str, Any], context: Context) -> dict[str, Any]:
+        self._done = True
         numbers = {k: v for k, v in (result.get("metrics") or {}).items() if isinstance(v, (int, float))}
         return {
             "job_id": self.job_id,
             "loss": _number(result.get("avg_loss")),
             "metrics": dict(list(numbers.items())[:16]),
         }
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        from airflow_cortex_training.lineage import of_forward_backward
+
+        if not self.dataset or not self._done:
+            return None
+        return of_forward_backward(str(self.dataset), self.job_id, self.hook.settings())
 
     def _make_frame(self) -> bytes:
         if self.frame_path:
