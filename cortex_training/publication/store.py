@@ -98,6 +98,7 @@ class PosixStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(os.fspath(root))
+        self._made: set[str] = set()
         self._require_root()
 
     @property
@@ -198,8 +199,8 @@ class PosixStore:
         # In place, so that what was written before a crash is there to go on with.
         path = self.locate(save)
         with _refusals("create", path):
-            self._make_parents(path)
-            durable.make_folder(path)
+            self._require_root()
+            self._make_folder(path)
         yield path
 
     def until(self, deadline: float) -> Self:
@@ -226,7 +227,18 @@ class PosixStore:
     def _make_parents(self, path: str) -> None:
         # A root that vanished must not be made anew: an empty root would look like a run that never started.
         self._require_root()
-        durable.make_folder(os.path.dirname(path))
+        self._make_folder(os.path.dirname(path))
+
+    def _make_folder(self, path: str) -> None:
+        if path == self._root or (path in self._made and os.path.isdir(path)):
+            return
+        above = os.path.dirname(path)
+        self._make_folder(above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        # Also when it was there: whoever made it may have been killed before its name was durable.
+        durable.sync_folder(above)
+        self._made.add(path)
 
 
 def checked_name(name: str) -> str:

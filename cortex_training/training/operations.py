@@ -13,6 +13,7 @@ from cortex_training import identity
 from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
 from cortex_training.protocol.results import checkpoint_id
 from cortex_training.publication.errors import StoreError
+from cortex_training.publication.log import PUBLICATIONS
 from cortex_training.publication.prune import prune
 from cortex_training.publication.save import SaveManifest
 from cortex_training.training.driver import Driver, SegmentLost, loss_value
@@ -277,9 +278,12 @@ async def publish_verified(driver: Driver) -> None:
     folder = latest.result["save"]
     if folder == driver.published:
         return  # asked at every step; a bucket would be listed each time
-    if any(entry.save == folder for entry in await offload(driver.log.entries)):
-        driver.published = folder
-        return
+    for entry in await offload(driver.log.entries):
+        if entry.save == folder:
+            # Seen is not durable yet: whoever published it may have been killed right then. Creating it again syncs it.
+            await offload(driver.store.create, f"{PUBLICATIONS}/{entry.name}")
+            driver.published = folder
+            return
     manifest = SaveManifest(
         job_id=segment.job_id,
         checkpoint_id=latest.result["checkpoint_id"],

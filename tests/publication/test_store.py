@@ -201,11 +201,24 @@ def test_a_folder_that_goes_while_a_record_is_made_is_a_store_error(
     posix_store: PosixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posix_store.create("exec/a/1", b"x")
-    monkeypatch.setattr("cortex_training.publication.durable.make_folder", lambda path: None)
+    monkeypatch.setattr(PosixStore, "_make_folder", lambda store, path: None)
     with pytest.raises(StoreError, match="exec/gone/1"):
         posix_store.create("exec/gone/1", b"x")
     with pytest.raises(StoreError, match="exec/gone/1"):
         posix_store.write("exec/gone/1", b"x")
+
+
+def test_a_folder_that_somebody_else_made_is_made_durable_once(
+    posix_store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made it may have been killed before its name was synced: a power loss takes everything in it."""
+    os.makedirs(os.path.join(posix_store.root, "exec/a"))
+    synced = []
+    monkeypatch.setattr("cortex_training.publication.durable.sync_folder", synced.append)
+    posix_store.create("exec/a/1", b"x")
+    posix_store.create("exec/a/2", b"x")
+    exec_, attempt = posix_store.locate("exec"), posix_store.locate("exec/a")
+    assert synced == [posix_store.root, exec_, attempt, attempt]
 
 
 def test_names_over_255_bytes_and_files_in_the_way_are_store_errors(posix_store: PosixStore) -> None:
