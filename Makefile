@@ -79,7 +79,7 @@ faults: $(VENV)/.ready
 	FAULT_SCHEDULES=$(or $(N),100) FAULT_SEED=$(or $(SEED),1) $(PYTEST) -n $(WORKERS) -m "live or long" tests/faults \
 	  --ignore=tests/faults/test_mistakes.py
 
-# Plants eight mistakes into the engine and shows that each is caught.
+# Plants nine mistakes into the engine and shows that each is caught.
 faults-selftest: $(VENV)/.ready
 	$(PYTEST) -rP -m long tests/faults/test_mistakes.py
 

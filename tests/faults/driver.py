@@ -3,7 +3,7 @@
 The environment variable ``FAULTS`` holds :class:`Orders` as JSON. The product knows nothing of this: its seams (the
 store's writes, the transport's send) are wrapped here, and each passing of a wrapped seam is a *crash point* with a
 name such as ``before record intent step`` or ``permitted send save``. At the one that was ordered, the process is
-killed, asked to stop, frozen, or left without disk.
+killed, asked to stop, frozen, left without disk, or taken along by a power loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from typing import Any
 
+from tests.faults import power
+
 KILL, TERMINATE, FREEZE, DISK_FULL, WRITE_FAILS = "kill", "terminate", "freeze", "disk-full", "write-fails"
+POWER = "power"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Orders:
     """What shall happen to one driver. `window_s` shortens the sending window, so that takeovers need less patience;
     `chunk_payload_bytes` makes a batch go out in chunks of so many bytes, `pack_records` makes packs of so many
     records. The batch whose frame has the SHA-256 `spoiled_frame` answers a loss that is no number, whoever sends it.
+    `disk`: the root, and the file that takes the notes of what a power loss would leave of it.
     """
 
     hits: tuple[Hit, ...] = ()
@@ -48,6 +52,7 @@ class Orders:
     chunk_payload_bytes: int | None = None
     pack_records: int | None = None
     spoiled_frame: str | None = None
+    disk: tuple[str, str] | None = None
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -83,36 +88,46 @@ class Points:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         elif action == WRITE_FAILS:
             self.failing_writes += 1
+        elif action == POWER:
+            assert self.orders.disk is not None, "a power loss needs a disk that is watched"
+            power.note_loss(self.orders.disk[1])
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             os.kill(os.getpid(), {KILL: signal.SIGKILL, TERMINATE: signal.SIGTERM, FREEZE: signal.SIGSTOP}[action])
 
 
 def watch_the_store(points: Points) -> None:
-    """Crash points before and after each record, claim, manifest and publication."""
+    """Crash points before and after each record, claim, manifest and publication; on a disk that is watched also in
+    between, where its folder has just been made, and where it can be seen and its name is not durable yet.
+    """
     from cortex_training.publication import durable
     from cortex_training.publication.s3 import S3Store
     from cortex_training.publication.store import PosixStore
 
-    packing = threading.local()
+    doing = threading.local()
 
     def around(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
         @wraps(method)
         def wrapped(store: Any, name: str, *rest: Any) -> Any:
             if name.startswith("journal/packed/") or (verb, name.partition("/")[0]) == ("remove", "journal"):
                 # Packing goes on beside the training, so it is at no step.
-                packing.on = True
+                doing.packing = True
                 try:
                     points.passes(f"before {verb} packed", 0)
                     done = method(store, name, *rest)
                     points.passes(f"after {verb} packed", 0)
                 finally:
-                    packing.on = False
+                    doing.packing = False
                 return done
             what, step = describe(store, verb, name, *rest)
             if step is not None:
                 points.step = step
             points.passes(f"before {what}")
-            done = method(store, name, *rest)
+            doing.what = what if points.orders.disk is not None else None
+            try:
+                done = method(store, name, *rest)
+            finally:
+                doing.what = None
             points.passes(f"after {what}")
             return done
 
@@ -127,8 +142,11 @@ def watch_the_store(points: Points) -> None:
 
         @wraps(call)
         def wrapped(*arguments: Any, **named: Any) -> Any:
-            if not getattr(packing, "on", False):
-                return call(*arguments, **named)
+            if not getattr(doing, "packing", False):
+                done = call(*arguments, **named)
+                if name == "mkdir" and getattr(doing, "what", None):
+                    points.passes(f"mkdir {doing.what}")
+                return done
             points.passes(f"before {name} packed", 0)
             done = call(*arguments, **named)
             points.passes(f"after {name} packed", 0)
@@ -145,7 +163,10 @@ def watch_the_store(points: Points) -> None:
             if points.failing_writes:
                 points.failing_writes -= 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*arguments)
+            done = function(*arguments)
+            if getattr(doing, "what", None):
+                points.passes(f"placed {doing.what}")
+            return done
 
         return wrapped
 
@@ -246,6 +267,9 @@ def main() -> int:
 
     driver.SEND_WINDOW_S = orders.window_s
     points = Points(orders)
+    if orders.disk is not None:
+        # First: what a planted mistake leaves out must not be noted.
+        power.note_syncs(*orders.disk)
     if orders.mistake is not None:
         from tests.faults.mistakes import MISTAKES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from cortex_training.local.control_client import ServiceControl
 from tests.faults.driver import Hit, Orders
 from tests.faults.nursery import Child
 from tests.faults.oracle import Evidence, Wrong, check_end, check_so_far, name_of
+from tests.faults.power import Disk
 from tests.faults.proxy import FaultProxy
 from tests.faults.reference import Reference, train
 
@@ -94,6 +96,7 @@ class Scene:
         self.chunk_payload_bytes: int | None = None
         self.pack_records: int | None = None
         self.spoiled_frame: str | None = None
+        self.disk: Disk | None = None
         # Far beyond what a driver needs on a busy machine: only one that hangs is not done by then.
         self.patience_s = 240.0
         self.environment: dict[str, str] = {}
@@ -122,6 +125,10 @@ class Scene:
         }
         self._plan_file.write_text(json.dumps(plan))
 
+    def watch_the_disk(self, chance: random.Random | None = None) -> None:
+        """Make power losses possible; `chance` decides what survives of what was not synced (None: nothing does)."""
+        self.disk = Disk(self.root, self._plan_file.with_name("synced.jsonl"), chance)
+
     def start(self, *hits: Hit, trace: Path | None = None, window_s: float = 1.0) -> Child:
         orders = Orders(
             tuple(hits),
@@ -131,6 +138,7 @@ class Scene:
             self.chunk_payload_bytes,
             self.pack_records,
             self.spoiled_frame,
+            (str(self.disk.root), str(self.disk.notes)) if self.disk else None,
         )
         arguments = ["cortex-training", *self.connection, "train", str(self._plan_file)]
         return Child(arguments, {**self.environment, "FAULTS": orders.to_environment()})
@@ -144,6 +152,8 @@ class Scene:
             process.communicate()
             self.check_so_far()
             raise Wrong(f"the driver was not done after {self.patience_s:g} s") from None
+        if self.disk:
+            self.disk.lose_what_was_lost()
         self.check_so_far()
         return Ended(process.wait(), out, err)
 

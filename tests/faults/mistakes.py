@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,9 +36,17 @@ def _resend_a_step() -> None:
 def _skip_the_takeover() -> None:
     from cortex_training.training.journal import JournalWriter, last_number
 
-    JournalWriter.take_over = classmethod(
-        lambda cls, store, epoch, token, body, reader=None: cls(store, epoch, token, last_number(store))
-    )
+    take_over = JournalWriter.take_over.__func__
+
+    def begin(cls: Any, store: Any, epoch: int, token: str, *rest: Any) -> Any:
+        last = last_number(store)
+        return cls(store, epoch, token, last) if last else take_over(cls, store, epoch, token, *rest)
+
+    JournalWriter.take_over = classmethod(begin)
+
+
+def _sync_nothing() -> None:
+    os.fsync = lambda handle: None
 
 
 def _keep_the_segment() -> None:
@@ -111,7 +120,8 @@ def _reuse_the_attempt() -> None:
 
 MISTAKES = {
     "resend": Mistake("a step whose answer is missing is sent again", _resend_a_step),
-    "takeover": Mistake("a driver begins without a takeover record", _skip_the_takeover),
+    "takeover": Mistake("a driver goes on with a run without a takeover record", _skip_the_takeover),
+    "fsync": Mistake("nothing that is written is synced", _sync_nothing),
     "segment": Mistake("a replaced job goes on under the old segment's number", _keep_the_segment),
     "count": Mistake("nobody looks at global_steps", _skip_the_count),
     "early": Mistake("a save is published before a loss was measured on it", _publish_early),

@@ -123,10 +123,18 @@ def replayed(evidence: Evidence, reference: Reference) -> int:
 
 def _journal(folder: Path) -> dict[int, dict[str, Any]]:
     """Records by number: what a pack holds counts, and everything else is in a file of its own."""
-    found = {int(path.name): json.loads(path.read_text()) for path in folder.glob("[0-9]*")}
+    found = {int(path.name): _read(path) for path in folder.glob("[0-9]*")}
     for path in folder.glob("packed/[0-9]*"):
-        found.update((record["number"], record) for record in json.loads(path.read_text())["records"])
+        found.update((record["number"], record) for record in _read(path)["records"])
     return dict(sorted(found.items()))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError) as problem:
+        raise Wrong(f"{path} is gone or torn: {problem}") from None
+    return document
 
 
 def _segments(numbers: list[int], records: list[dict[str, Any]]) -> list[Lineage]:
@@ -160,7 +168,7 @@ def _publications(root: Path) -> list[Publication]:
         if match is None:
             raise Wrong(f"pub/{path.name} is not an entry")
         save = base64.b32decode(match[3] + "=" * (-len(match[3]) % 8)).decode()
-        manifest = json.loads((root / save / ".cortex-save.json").read_text())
+        manifest = _read(root / save / ".cortex-save.json")
         found.append(Publication(int(match[1]), int(match[2]), manifest))
     return found
 
@@ -278,7 +286,8 @@ def _equal_weights(found: Weights, expected: Weights, what: str) -> None:
 
 def _metrics(evidence: Evidence, reference: Reference) -> None:
     for path in evidence.root.glob("exec/*/metrics.jsonl"):
-        for row in map(json.loads, path.read_text().splitlines()):
+        # Without a last line that was torn: rows are not synced.
+        for row in map(json.loads, path.read_text().rpartition("\n")[0].splitlines()):
             if row["loss"] != reference.of_segment(row["segment"]).mean_loss(row["step"]):
                 raise Wrong(f"{path}: step {row['step']} has loss {row['loss']}")
 

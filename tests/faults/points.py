@@ -72,12 +72,30 @@ POINTS = tuple(f"{stage} {what}" for what, stages_, _ in UNDISTURBED for stage i
 STEPS_OF = {f"{stage} {what}": steps for what, stages_, steps in UNDISTURBED for stage in stages_}
 RECOVERY_POINTS = tuple(f"{stage} {what}" for what in RECOVERING for stage in STORED)
 
+WRITES = tuple(what for what, stages_, _ in UNDISTURBED if stages_ == STORED)
+PLACED_POINTS = {f"placed {what}": STEPS_OF[f"after {what}"] for what in WRITES}
+"""On a disk that is watched: a record can be seen, and its name is lost with the power."""
+
+MKDIR_POINTS = {
+    "mkdir claim epoch": START,
+    "mkdir record takeover": START,
+    "mkdir write manifest": PUBLISHED,
+    "mkdir publish entry": PUBLISHED[:1],
+}
+"""On a disk that is watched: a folder is there, and is lost with the power together with everything in it."""
+
 # A step that was promised and never written into the socket may still come, so its job is given up.
-MAY_STILL_COME = {"after record intent step", "before send step", "permitted send step", "written send step"}
+MAY_STILL_COME = {
+    "placed record intent step",
+    "after record intent step",
+    "before send step",
+    "permitted send step",
+    "written send step",
+}
 
 
 def first_middle_last(point: str) -> list[int]:
-    steps = STEPS_OF[point]
+    steps = {**STEPS_OF, **PLACED_POINTS, **MKDIR_POINTS}[point]
     return sorted({steps[0], steps[len(steps) // 2], steps[-1]})
 
 

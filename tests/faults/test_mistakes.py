@@ -5,7 +5,7 @@ of the first random nights.
 import pytest
 
 from tests.faults import test_lost_jobs, test_network, test_two_drivers
-from tests.faults.driver import KILL, Hit
+from tests.faults.driver import KILL, POWER, Hit
 from tests.faults.mistakes import MISTAKES
 from tests.faults.oracle import Wrong
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE
@@ -23,13 +23,20 @@ def die_before_the_batch_behind_a_save(scene):
     scene.finish()
 
 
+def lose_the_power(scene):
+    scene.watch_the_disk()
+    scene.drive(Hit("before send step", 3, POWER))
+    scene.finish()
+
+
 def lose_a_step(scene):
     test_network.test_a_step_without_an_answer_is_settled_by_a_save(scene, DROP_BEFORE, 2, 2)
 
 
 SCHEDULES = {
     "resend": lambda scene: test_network.test_a_step_without_an_answer_is_settled_by_a_save(scene, DROP_AFTER, 1, 2),
-    "takeover": lambda scene: scene.finish(),
+    "takeover": test_two_drivers.test_a_driver_that_wakes_up_before_its_successor_wrote_anything_is_stopped,
+    "fsync": lose_the_power,
     "segment": lose_a_step,
     "count": lambda scene: test_network.test_a_step_that_the_network_repeats_costs_its_job(scene, 1),
     "early": die_before_the_batch_behind_a_save,

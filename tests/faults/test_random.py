@@ -2,12 +2,14 @@
 
 import os
 import random
+import signal
 import time
+from dataclasses import replace
 
 import pytest
 import requests
 
-from tests.faults.driver import DISK_FULL, FREEZE, KILL, TERMINATE, WRITE_FAILS, Hit, Orders
+from tests.faults.driver import DISK_FULL, FREEZE, KILL, POWER, TERMINATE, WRITE_FAILS, Hit, Orders
 from tests.faults.harness import wait_until_frozen, wake
 from tests.faults.oracle import ENDED, Wrong
 from tests.faults.points import MAY_STILL_COME, POINTS, RECOVERY_POINTS, STEPS_OF
@@ -33,6 +35,12 @@ class Night:
         self.loses_the_job_after = chance.randrange(4) if chance.random() < 0.15 else None
         self.weather = [self._weather() for _ in range(chance.choice([0, 0, 0, 1, 1, 2]))]
         self.sends_chunks = chance.random() < 0.15
+        # Drawn apart, so that everything else stays what the seed has always meant.
+        self.power = random.Random(f"power {seed}")
+        self.loses_power = self.power.random() < 0.3
+        if self.loses_power:
+            self.hits = [self._with_power(hit) for hit in self.hits]
+        self.keeps_some = self.power.random() < 0.5
         if self.doubled:
             # A step that the network repeats and a next one that it loses make up for each other in the only thing
             # that tells how many there were, the service's count.
@@ -48,6 +56,13 @@ class Night:
         step = self.chance.choice(STEPS_OF.get(point, range(1, 6)))
         action = self.chance.choice([KILL] * 8 + [TERMINATE] * 3 + [FREEZE] * 3 + [DISK_FULL, WRITE_FAILS])
         return Hit(point, step, action, self.chance.choice([1, 1, 1, 2]))
+
+    def _with_power(self, hit):
+        """A driver that dies takes the power with it, as a rule, and half of its writes are struck in the middle."""
+        stage, _, what = hit.point.partition(" ")
+        if stage in ("before", "after") and not what.startswith("send ") and self.power.random() < 0.5:
+            hit = replace(hit, point=f"placed {what}")
+        return replace(hit, action=POWER) if hit.action == KILL and self.power.random() < 0.7 else hit
 
     def _rule(self):
         pattern = self.chance.choice([STEP, STEP, BATCH, BATCH, SAVE, SAVE, CREATE, POLL, CANCEL])
@@ -78,6 +93,8 @@ class Night:
 
     def __repr__(self):
         happens = f"batch={self.cancels_a_batch} job={self.loses_the_job_after} chunks={self.sends_chunks}"
+        if self.loses_power:
+            happens += f" keeps_some={self.keeps_some}"
         return f"{self.hits} {self.rules} {self.weather} {happens}"
 
 
@@ -132,6 +149,8 @@ def live_through(scene, seed):
         scene.proxy.add(pattern, action, **fields)
     if night.weather:
         scene.control.add_all(night.weather)
+    if night.loses_power:
+        scene.watch_the_disk(night.power if night.keeps_some else None)
     if night.sends_chunks:
         scene.chunk_payload_bytes = 3000
     if night.cancels_a_batch:
@@ -143,8 +162,9 @@ def live_through(scene, seed):
             started.append(process)
             if hit.action == FREEZE and wait_until_frozen(process, scene.patience_s):
                 asleep.append(Sleeper(scene, hit, process))
-            else:
-                scene.wait(process)
+            elif scene.wait(process).code == -signal.SIGKILL and hit.action == POWER:
+                while asleep:
+                    asleep.pop().process.kill()
             if number == night.loses_the_job_after:
                 lose_the_job(scene)
             if asleep and night.chance.random() < 0.4:

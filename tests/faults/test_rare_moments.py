@@ -158,6 +158,59 @@ def test_a_driver_killed_with_batches_ahead_loses_and_repeats_nothing(scene, pla
     assert any(record.get("ahead") for record in scene.evidence.records)
 
 
+def given_job(scene):
+    """A job that somebody made of the plan's sub-jobs."""
+    created = requests.post(scene.service.url, json={"sub_job_configs": SUB_JOBS}, timeout=30)
+    created.raise_for_status()
+    return created.json()["job_id"]
+
+
+def end(scene, job_id):
+    requests.post(f"{scene.service.url}/{job_id}:cancel", timeout=30).raise_for_status()
+
+
+GIVEN = {
+    "taken": [("before record segment", 0), ("after record segment", 0), ("before record running", 0)],
+    "counted": [
+        ("before record intent save", 0),
+        ("written send save", 0),
+        ("answered send save", 0),
+        ("before record outcome save done", 0),
+        ("after record outcome save done", 0),
+    ],
+}
+
+
+@pytest.mark.parametrize("places", GIVEN.values(), ids=GIVEN)
+def test_a_driver_killed_before_its_first_step_goes_on_in_the_job_it_was_given(scene, places):
+    job_id = given_job(scene)
+    scene.write_plan(job_id=job_id)
+    die_at(scene, *places)
+    result = scene.finish()
+    assert (result["job_id"], result["segments"]) == (job_id, 1)
+    assert replayed(scene.evidence, scene.material.reference) == 0
+
+
+def test_a_driver_killed_with_a_step_unsent_goes_on_in_another_job_than_it_was_given(scene):
+    job_id = given_job(scene)
+    scene.write_plan(job_id=job_id)
+    die_at(scene, ("before send step", 1), ("permitted send step", 3), ("before record intent step", 4))
+    assert scene.finish()["segments"] == 3
+    assert replayed(scene.evidence, scene.material.reference) == 0
+
+
+def test_a_driver_killed_with_a_step_unsent_sends_it_again_to_somebody_elses_job(scene):
+    job_id = given_job(scene)
+    scene.write_plan(job_id=job_id, sub_jobs=[], experiment_name=None)
+    # The second dies behind the first of the two saves that show that the step was not executed.
+    die_at(scene, ("before send step", 3), ("after record outcome save done", 3))
+    result = scene.drive().result
+    assert (result["job_id"], result["segments"]) == (job_id, 1)
+    end(scene, job_id)
+    check_end(scene.evidence, scene.material.reference, scene.service, result)
+    assert replayed(scene.evidence, scene.material.reference) == 0
+
+
 LOADED = {
     "sent": [("before record intent load", 2), ("permitted send load", 2), ("written send load", 2)],
     "answered": [("answered send load", 2), ("after record sent load", 2)],
@@ -168,14 +221,11 @@ LOADED = {
 @pytest.mark.parametrize("places", LOADED.values(), ids=LOADED)
 def test_a_driver_killed_while_it_loads_into_somebody_elses_job_loads_again(scene, places):
     die_at(scene, ("before record intent step", 4))
-    url = scene.service.url
-    created = requests.post(url, json={"sub_job_configs": SUB_JOBS}, timeout=30)
-    created.raise_for_status()
-    job_id = created.json()["job_id"]
+    job_id = given_job(scene)
     scene.write_plan(job_id=job_id, sub_jobs=[], experiment_name=None)
     die_at(scene, *places)
     result = scene.drive().result
     assert result["job_id"] == job_id
-    requests.post(f"{url}/{job_id}:cancel", timeout=30).raise_for_status()
+    end(scene, job_id)
     check_end(scene.evidence, scene.material.reference, scene.service, result)
     assert replayed(scene.evidence, scene.material.reference) == 1

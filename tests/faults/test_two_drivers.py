@@ -61,6 +61,16 @@ def test_a_driver_that_wakes_up_behind_its_creation_leaves_the_job_to_its_succes
     scene.finish()
 
 
+def test_a_driver_that_wakes_up_before_its_successor_wrote_anything_is_stopped(scene):
+    frozen = freeze(scene, "after record outcome step done", 3)
+    second = freeze(scene, "before record intent forward_backward", 4)
+    sent = scene.proxy.count("^POST ")
+    assert wake_up(scene, frozen).code == 1
+    assert scene.proxy.count("^POST ") == sent
+    assert wake_up(scene, second).result["segments"] == 1
+    scene.finish()
+
+
 def test_a_driver_that_wakes_up_while_its_successor_works_is_stopped(scene):
     frozen = freeze(scene, "permitted send step", 2)
     second = scene.start(Hit("after record intent save", 4, FREEZE))
