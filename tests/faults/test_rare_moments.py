@@ -1,5 +1,5 @@
 """Deaths at moments that a night rarely hits: while old records are packed, while a run goes back after a divergence,
-between two tries to save, while batches are out that were sent ahead, and while a job of somebody else is loaded.
+between two tries to save, while batches are out that were sent ahead, and in a job that was there before the run.
 """
 
 import dataclasses
