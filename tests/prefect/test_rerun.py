@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from cortex_training.errors import (
     ApiError,
     ConfigurationError,
     JobFailed,
+    NotFoundError,
     OutcomeUnknown,
     ProtocolError,
     RequestFailed,
@@ -243,6 +245,36 @@ def test_waiting_counts_from_the_first_wait(service: ScriptedService) -> None:
 
     in_a_flow(body)
     assert service.named("wait")[0][2] == 1.0
+
+
+def test_a_job_that_not_every_part_of_the_service_knows_yet_is_waited_for(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_cortex_training.jobs._TRY_AGAIN_S", 0.01)
+    looks: list[str] = []
+
+    def appear(job_id: str, timeout_s: float) -> None:
+        looks.append(job_id)
+        if len(looks) < 3:
+            raise NotFoundError(status=404, message="no such job")
+
+    service.before["wait"] = appear
+    job_id = in_a_flow(lambda: wait_until_running("block", create_job("block", SUB_JOBS)))
+    assert looks == [job_id] * 3
+
+
+def test_a_job_that_nobody_has_known_for_a_minute_is_an_error(service: ScriptedService) -> None:
+    def appear(job_id: str, timeout_s: float) -> None:
+        raise NotFoundError(status=404, message="no such job")
+
+    def body() -> None:
+        run_to_end(RunLabels(flow_run.id).write({"waiting_since.j.earlier": time.time() - 61}))
+        wait_until_running("block", "j")
+
+    service.before["wait"] = appear
+    with pytest.raises(NotFoundError):
+        in_a_flow(body)
+    assert len(service.named("wait")) == 1
 
 
 def test_a_step_is_executed_once_although_its_result_is_lost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from prefect.blocks.abstract import JobBlock, JobRun
@@ -15,7 +16,7 @@ from cortex_training.identity import new_job_id
 from cortex_training.states import JobState, is_terminal_job, job_state
 from prefect_cortex_training.credentials import DOCUMENTATION_URL, LOGO_URL, CortexTrainingCredentials
 from prefect_cortex_training.dispatch import dual, run_to_end
-from prefect_cortex_training.jobs import cancel_if_alive, find_or_create
+from prefect_cortex_training.jobs import cancel_if_alive, find_or_create, once_known
 from prefect_cortex_training.labels import RunLabels
 
 Checkpoints = list[Checkpoint]
@@ -32,7 +33,7 @@ class CortexTrainingJobRun(JobRun[Checkpoints]):
     async def await_until_running(self, timeout_s: float | None = None) -> None:
         """Wait until the job takes requests; raises JobFailed with the service's reason when it ends instead."""
         async with await self._credentials.aget_client() as client:
-            await client.wait_for_job(self.job_id, timeout_s=timeout_s)
+            await once_known(lambda: client.wait_for_job(self.job_id, timeout_s=timeout_s), time.time())
 
     @dual(await_until_running)
     def wait_until_running(self, timeout_s: float | None = None) -> None:
@@ -45,7 +46,7 @@ class CortexTrainingJobRun(JobRun[Checkpoints]):
         """
         try:
             async with asyncio.timeout(timeout_s), await self._credentials.aget_client() as client:
-                job = await client.get_job(self.job_id)
+                job = await once_known(lambda: client.get_job(self.job_id), time.time())
                 while not is_terminal_job(job.get("status")):
                     await asyncio.sleep(LOOK_EVERY_S)
                     job = await client.get_job(self.job_id)

@@ -4,22 +4,29 @@ it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cortex_training.answers import Job
 from cortex_training.errors import ConfigurationError, ConflictError, JobFailed, NotFoundError
 from cortex_training.identity import new_job_id
 from cortex_training.states import is_terminal_job, job_state
 from prefect_cortex_training.labels import Label, RunLabels, job_key, jobs_in
+from prefect_cortex_training.waiting import NOT_YET_KNOWN_S
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+_TRY_AGAIN_S = 1.0
+
+R = TypeVar("R")
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
@@ -74,6 +81,19 @@ async def find_or_create(
     for surplus in alive[1:]:
         await cancel_if_alive(client, surplus)
     return alive[0]
+
+
+async def once_known(look: Callable[[], Awaitable[R]], since: float) -> R:
+    """What `look` gives. A job that was just created is not known to every part of the service yet: a 404 within a
+    minute of `since`, UTC epoch seconds, is no answer.
+    """
+    while True:
+        try:
+            return await look()
+        except NotFoundError:
+            if time.time() > since + NOT_YET_KNOWN_S:
+                raise
+        await asyncio.sleep(_TRY_AGAIN_S)
 
 
 async def cancel_if_alive(client: AsyncCortexTrainingClient, job_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 from prefect.logging import get_run_logger
@@ -14,7 +15,7 @@ from cortex_training.states import job_state
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.durable import task_pair
 from prefect_cortex_training.gpu_lease import hold_gpus, release_gpus
-from prefect_cortex_training.jobs import cancel_if_alive, find_or_create
+from prefect_cortex_training.jobs import cancel_if_alive, find_or_create, once_known
 from prefect_cortex_training.labels import RunLabels, is_finished, jobs_in
 
 DAY_S = 86_400.0
@@ -92,8 +93,12 @@ async def _wait_until_running(credentials: str, job_id: str, *, timeout_s: float
             logger.info("job %s is %s", job_id, state)
 
     async with connected(credentials) as client:
-        # A moment is left even to a wait that is over: the job may be running by now.
-        await client.wait_for_job(job_id, timeout_s=max(since + timeout_s - time.time(), 1.0), progress=report)
+
+        def look() -> Awaitable[Job]:
+            # A moment is left even to a wait that is over: the job may be running by now.
+            return client.wait_for_job(job_id, timeout_s=max(since + timeout_s - time.time(), 1.0), progress=report)
+
+        await once_known(look, since)
     return job_id
 
 
