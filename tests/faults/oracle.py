@@ -76,6 +76,21 @@ class Evidence:
     def executed(self, op: str, job_id: str) -> list[dict[str, Any]]:
         return [r for r in self.log if r["op"] == op and r["job_id"] == job_id]
 
+    def log_of(self, segment: Lineage) -> list[dict[str, Any]]:
+        """What the service executed for a segment. Where several used one job, each but the first began with a load."""
+        parts: list[list[dict[str, Any]]] = [[]]
+        for record in self.log:
+            if record["job_id"] != segment.job_id:
+                continue
+            if record["op"] == "load" and any(r["op"] in ("step", "forward-backward") for r in parts[-1]):
+                parts.append([])
+            parts[-1].append(record)
+        place = [s.number for s in self.segments if s.job_id == segment.job_id].index(segment.number)
+        return parts[place] if place < len(parts) else []
+
+    def steps_of(self, segment: Lineage) -> list[dict[str, Any]]:
+        return [r for r in self.log_of(segment) if r["op"] == "step"]
+
 
 def check_so_far(evidence: Evidence, reference: Reference, *, doubled: int = 0) -> None:
     """What holds at every moment, also right after a driver died. `doubled`: how many steps the network may repeat."""
@@ -118,7 +133,7 @@ def weights_of(service: Any, manifest: dict[str, Any]) -> Weights:
 
 def replayed(evidence: Evidence, reference: Reference) -> int:
     """Steps that were executed beyond the planned ones; that the journal admits them was checked step by step."""
-    return sum(len(evidence.executed("step", s.job_id)) for s in evidence.segments) - reference.steps
+    return sum(len(evidence.steps_of(segment)) for segment in evidence.segments) - reference.steps
 
 
 def _journal(folder: Path) -> dict[int, dict[str, Any]]:
@@ -188,7 +203,7 @@ def _journal_has_one_writer_at_a_time(evidence: Evidence) -> None:
 
 def _steps_once(evidence: Evidence, segment: Lineage, doubled: int) -> None:
     shift = evidence.count(segment, 0)
-    made = [r["global_steps"] - shift for r in evidence.executed("step", segment.job_id)]
+    made = [r["global_steps"] - shift for r in evidence.steps_of(segment)]
     expected = list(range(segment.start + 1, segment.start + 1 + len(made)))
     if made != expected:
         raise Wrong(f"segment {segment.number} executed steps {made}, not {expected}")
@@ -203,7 +218,7 @@ def _steps_once(evidence: Evidence, segment: Lineage, doubled: int) -> None:
 def _steps_make_the_weights(evidence: Evidence, segment: Lineage, reference: Reference) -> None:
     """Every confirmed step left the weights that the reference has there, whether they were ever saved or not."""
     reference = reference.of_segment(segment.number)
-    executed = evidence.executed("step", segment.job_id)
+    executed = evidence.steps_of(segment)
     for step, record in zip(sorted(segment.confirmed), executed, strict=False):
         found = record.get("weights_sha256")
         if segment.hollow is not None and step >= segment.hollow:
@@ -222,9 +237,7 @@ def _batches_once(evidence: Evidence, segment: Lineage, reference: Reference, do
     }
     done: set[tuple[int, int]] = set()
     step = segment.start
-    for record in evidence.log:
-        if record["job_id"] != segment.job_id:
-            continue
+    for record in evidence.log_of(segment):
         if record["op"] == "step":
             step += 1
             missing = {at for at in reference.losses if at[0] == step} - done

@@ -13,7 +13,7 @@ from cortex_training.local.models import model_folder
 from tests.faults.driver import KILL, Hit
 from tests.faults.harness import MICRO_BATCHES, PEAK_RATE, STEPS, SUB_JOBS
 from tests.faults.oracle import check_end, replayed
-from tests.faults.proxy import DROP_BEFORE, LATE
+from tests.faults.proxy import DROP_BEFORE, LATE, TWICE
 from tests.faults.reference import train
 
 pytestmark = pytest.mark.live
@@ -229,3 +229,24 @@ def test_a_driver_killed_while_it_loads_into_somebody_elses_job_loads_again(scen
     end(scene, job_id)
     check_end(scene.evidence, scene.material.reference, scene.service, result)
     assert replayed(scene.evidence, scene.material.reference) == 1
+
+
+# The fourth step is delivered twice, so the save behind it shows a count too many; the save after step 2 goes back in.
+IN_PLACE = {
+    "began": ([("before record ended", 4), ("after record ended", 4), ("before record segment", 0)], 1),
+    "sent": ([("before record intent load", 2)], 1),
+    "done": ([("after record sent load", 2), ("before record outcome load done", 2)], 1),
+    "counted": ([("answered send save", 2, 2), ("after record outcome save done", 2)], 1),
+    # Nobody knows whether the load lands among the steps to come, so it costs the job.
+    "without an answer": ([("answered send load", 2)], 2),
+}
+
+
+@pytest.mark.parametrize(("places", "jobs"), IN_PLACE.values(), ids=IN_PLACE)
+def test_a_driver_killed_while_a_save_goes_back_into_its_job_ends_with_the_same_weights(scene, places, jobs):
+    scene.write_plan(load_in_place=True)
+    scene.doubled = 1
+    scene.proxy.add(r"^POST .*/step$", TWICE, skip=3)
+    die_at(scene, *places)
+    scene.finish()
+    assert len({segment.job_id for segment in scene.evidence.segments}) == jobs
