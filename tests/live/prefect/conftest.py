@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
+import httpx
 import psutil
 import pytest
 from prefect import settings
@@ -30,6 +34,9 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 FLOWS = "flows_to_deploy.py"
 POOL = "live"
+
+PATIENCE_S = 480.0
+"""How long anything may take to come: on two busy cores a process starts in half a minute, and eight of them in two."""
 
 QUICK = {
     "PREFECT_WORKER_QUERY_SECONDS": "1",
@@ -53,7 +60,10 @@ class Live:
                 [sys.executable, *arguments],
                 env=self.server.environment()
                 | QUICK
-                | {"PREFECT_LOCAL_STORAGE_PATH": str(self.folder / "results"), "PYTHONPATH": str(REPOSITORY)}
+                | {
+                    "PREFECT_LOCAL_STORAGE_PATH": str(self.folder / "results"),
+                    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+                }
                 | environment,
                 cwd=REPOSITORY,
                 stdout=output,
@@ -83,14 +93,15 @@ class Live:
     def deploy(self, file: Path, *flows: str) -> None:
         """Deploy flows of a file to the work pool, each under its own name, as ``<flow>/live``."""
         self.start("deploy", "-c", DEPLOY, str(file.parent), file.name, *flows)
-        assert self.processes.pop("deploy").wait(240) == 0, self.log("deploy").read_text()
+        assert self.processes.pop("deploy").wait(PATIENCE_S) == 0, self.log("deploy").read_text()
 
     def kill_all(self, name: str) -> None:
         """SIGKILL to the process and to everything it started: the machine is gone."""
         process = self.processes.pop(name)
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for member in family:
-            member.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         process.wait()
         psutil.wait_procs(family, timeout=10)
 
@@ -105,7 +116,9 @@ class Live:
         """Start a run of a deployed flow."""
         with get_client(sync_client=True) as client:
             found = client.read_deployment_by_name(deployment)
-            return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+            # The client asks again where an answer is late, and would start another run.
+            key = str(uuid4())
+            return client.create_flow_run_from_deployment(found.id, parameters=parameters, idempotency_key=key).id
 
     def read(self, flow_run_id: UUID) -> FlowRun:
         with get_client(sync_client=True) as client:
@@ -117,7 +130,7 @@ class Live:
             states = client.read_flow_run_states(flow_run_id)
         return [state.name or "" for state in sorted(states, key=lambda state: state.timestamp)]
 
-    def wait_for_state(self, flow_run_id: UUID, *names: str, patience_s: float = 240.0) -> None:
+    def wait_for_state(self, flow_run_id: UUID, *names: str, patience_s: float = PATIENCE_S) -> None:
         wait_until(
             lambda: self.read(flow_run_id).state_name in names,
             f"state {' or '.join(names)} of {flow_run_id}",
@@ -133,21 +146,37 @@ def flow_processes(flow_run_id: UUID) -> list[psutil.Process]:
     """Processes that execute a flow run, whoever started them."""
     found = []
     for process in psutil.process_iter(["pid"]):
-        try:
-            if process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run_id):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            of_run = process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run_id)
+            if of_run and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+    return found
+
+
+def send_to_flow(flow_run_id: UUID, sign: signal.Signals) -> None:
+    """Send a signal to the processes that execute a flow run, once there are any."""
+    wait_until(lambda: len(flow_processes(flow_run_id)) > 0, "the flow's process")
+    for process in flow_processes(flow_run_id):
+        # The first may have taken the others with it.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(sign)
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, patience_s: float = 240.0, more: Callable[[], str] = lambda: ""
+    condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S, more: Callable[[], str] = lambda: ""
 ) -> None:
+    """A server that is too busy to answer, as SQLite's is now and then, is asked again."""
+
+    def is_so() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return condition()
+        return False
+
     deadline = time.monotonic() + patience_s
-    while not condition():
+    while not is_so():
         assert time.monotonic() < deadline, f"{what} did not come within {patience_s} s. {more()}"
-        time.sleep(0.2)
+        # Each look is a call to the server, which shares the cores.
+        time.sleep(0.5)
 
 
 def client_of(service: Any) -> CortexTrainingClient:
@@ -193,6 +222,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
                 client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
             names = [
                 "waits_for_the_queue",
+                "waits_for_capacity",
                 "awaits_the_queue",
                 "holds_a_job",
                 "starts_another",
@@ -215,17 +245,21 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def _logs_of_failures(live: Live, request: pytest.FixtureRequest) -> Iterator[None]:
     failed_before = request.session.testsfailed
     yield
-    for name in ("watch", "drive"):
-        if name in live.processes:
-            live.stop(name)
-    with get_client(sync_client=True) as client:
-        # The next test's flow runs shall not believe in those who are gone.
-        for name in (WATCHERS, DRIVERS):
-            if client.read_variable_by_name(name) is not None:
-                client.delete_variable_by_name(name)
+    for name in set(live.processes) - {"worker"}:
+        live.stop(name)
+    # The next test's flow runs shall not believe in those who are gone.
+    wait_until(forget_who_was_there, "the end of the variables of watchers and drivers")
     if request.session.testsfailed > failed_before:
         for log in sorted(live.folder.glob("*.log")):
             sys.stdout.write(f"\n--- {log.name} ---\n{log.read_text()[-6000:]}\n")
+
+
+def forget_who_was_there() -> bool:
+    with get_client(sync_client=True) as client:
+        for name in (WATCHERS, DRIVERS):
+            if client.read_variable_by_name(name) is not None:
+                client.delete_variable_by_name(name)
+    return True
 
 
 @pytest.fixture

@@ -23,16 +23,23 @@ from prefect_cortex_training import (
     save,
     submit_save,
     train,
+    wait_for_capacity,
 )
 
 CORTEX = "cortex"
+
+POLL_S = 5.0
+"""Shorter than a flow's own, but no shorter than a look may take on a machine that has much to do."""
+
+LONG_S = 3600.0
+"""What no test takes."""
 
 # The server's shortest lease, so that a test outlives it.
 gpu_lease.LEASE_S, gpu_lease.RENEW_EVERY_S = 60.0, 15.0
 
 
 @flow(persist_result=True, result_serializer="json")
-def waits_for_the_queue(sub_jobs: list[dict[str, Any]], poll_s: float = 1.0, timeout_s: float = 600.0) -> str:
+def waits_for_the_queue(sub_jobs: list[dict[str, Any]], poll_s: float = POLL_S, timeout_s: float = LONG_S) -> str:
     """A job that has to queue, and a save that is waited for without a process too."""
     with jobs_cancelled_at_end():
         job_id = create_job(CORTEX, sub_jobs)
@@ -43,11 +50,21 @@ def waits_for_the_queue(sub_jobs: list[dict[str, Any]], poll_s: float = 1.0, tim
 
 
 @flow(persist_result=True, result_serializer="json")
+def waits_for_capacity(sub_jobs: list[dict[str, Any]], hardware: str) -> str:
+    """A job that is asked for when there are GPUs of its kind."""
+    wait_for_capacity(CORTEX, 1, hardware=hardware, poll_s=POLL_S)
+    with jobs_cancelled_at_end():
+        job_id = create_job(CORTEX, sub_jobs, hardware=hardware)
+        await_remote(CORTEX, job_id)
+    return job_id
+
+
+@flow(persist_result=True, result_serializer="json")
 async def awaits_the_queue(sub_jobs: list[dict[str, Any]]) -> str:
     """The same in a flow that awaits."""
     async with jobs_cancelled_at_end():
         job_id = await acreate_job(CORTEX, sub_jobs)
-        await aawait_remote(CORTEX, job_id, poll_s=1.0)
+        await aawait_remote(CORTEX, job_id, poll_s=POLL_S)
     return job_id
 
 
@@ -57,7 +74,7 @@ async def awaits_the_queue(sub_jobs: list[dict[str, Any]]) -> str:
 def holds_a_job(sub_jobs: list[dict[str, Any]]) -> None:
     """Runs until somebody ends it."""
     create_job(CORTEX, sub_jobs)
-    time.sleep(600)
+    time.sleep(LONG_S)
 
 
 @flow(persist_result=True, result_serializer="json", on_cancellation=[cancel_remote_jobs])
@@ -65,7 +82,7 @@ def starts_another(sub_jobs: list[dict[str, Any]]) -> None:
     """A flow run that leaves the GPUs to another one, and stays."""
     create_job(CORTEX, sub_jobs)
     run_deployment("holds-a-job/live", parameters={"sub_jobs": sub_jobs}, timeout=0)
-    time.sleep(600)
+    time.sleep(LONG_S)
 
 
 @task(cache_policy=RUN_ID + INPUTS, persist_result=True, result_serializer="json")
@@ -108,14 +125,14 @@ def trains_on_slots(plan: dict[str, Any], limit: str) -> dict[str, Any]:
 def queues_on_slots(sub_jobs: list[dict[str, Any]], limit: str) -> None:
     """A job that queues, although its slots are free."""
     with jobs_cancelled_at_end():
-        await_remote(CORTEX, create_job(CORTEX, sub_jobs, gpu_limit=limit), poll_s=1.0)
+        await_remote(CORTEX, create_job(CORTEX, sub_jobs, gpu_limit=limit), poll_s=POLL_S)
 
 
 @flow(persist_result=True, result_serializer="json")
 def holds_slots(sub_jobs: list[dict[str, Any]], limit: str) -> None:
     """Runs until somebody kills it, and nobody cleans up."""
     create_job(CORTEX, sub_jobs, gpu_limit=limit)
-    time.sleep(600)
+    time.sleep(LONG_S)
 
 
 @flow(persist_result=True, result_serializer="json")

@@ -13,7 +13,7 @@ from cortex_training.publication import PosixStore, PublicationLog, SaveManifest
 
 from .conftest import Live, flow_processes, sub_jobs, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 
 def test_what_was_approved_is_promoted_and_nothing_else(live: Live, cortex: Any, tmp_path: Path) -> None:
