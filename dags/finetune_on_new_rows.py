@@ -115,16 +115,20 @@ with DAG(
         plan={
             "root": here["run"],
             "dataset": dataset.output["manifest"],
+            # Begun in this job; one that is lost is replaced, and `cancel_job` ends whichever there is.
             "job_id": create_job.output,
+            "sub_jobs": [TRAINING],
+            "when_done": "keep",
             "steps": setting("STEPS", 200),
             "micro_batch_size": BATCH,
             "save_every_steps": setting("SAVE_EVERY_STEPS", 50),
             "learning_rate": {"schedule": "constant", "peak": setting("LEARNING_RATE", 2e-4)},
         },
     )
-    save = CortexTrainingSaveOperator(task_id="save", job_id=create_job.output, checkpoint_type="weights-only")
+    trained_job = train.output["job_id"]
+    save = CortexTrainingSaveOperator(task_id="save", job_id=trained_job, checkpoint_type="weights-only")
     export = CortexTrainingExportOperator(
-        task_id="export", job_id=create_job.output, checkpoint_id=save.output["checkpoint_id"], root=MODELS
+        task_id="export", job_id=trained_job, checkpoint_id=save.output["checkpoint_id"], root=MODELS
     )
     publish = CortexTrainingPublishOperator(
         task_id="publish",
