@@ -8,7 +8,6 @@ call of the engine fails there until it is listed.
 
 from __future__ import annotations
 
-from tests.faults.driver import Hit
 from tests.faults.harness import STEPS
 
 STORED = ("before", "after")
@@ -111,7 +110,3 @@ def chains(length: int) -> list[list[tuple[str, int]]]:
         chain = [(buckets[step].pop(0), step) for step in steps]
         out.append(chain)
     return out
-
-
-def hit(point: str, step: int, action: str) -> Hit:
-    return Hit(point, step, action)

@@ -48,18 +48,17 @@ class Disk:
         self._chance = chance
         self._begin()
 
-    def lose_what_was_lost(self) -> bool:
-        """Lay the root anew if the last driver took the power with it; False when it did not."""
+    def lose_what_was_lost(self) -> None:
+        """Lay the root anew if the last driver took the power with it."""
         notes = [json.loads(line) for line in self.notes.read_text().splitlines()]
         if LOST not in notes:
-            return False
+            return
         known = _replay(notes)
         above = known[self.root.parent.stat().st_ino]
         kept = self._kept_names(self.root.parent, above, known, only=self.root.name)
         shutil.rmtree(self.root, ignore_errors=True)
         _lay(self.root.parent, kept)
         self._begin()
-        return True
 
     def _begin(self) -> None:
         """What is there now is durable. Emptied in place: a driver that is asleep goes on to write to it."""

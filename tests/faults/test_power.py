@@ -8,13 +8,14 @@ from tests.faults.driver import KILL, POWER, Hit
 from tests.faults.harness import STEPS, passed
 from tests.faults.oracle import check_end, replayed
 from tests.faults.points import MAY_STILL_COME, MKDIR_POINTS, PLACED_POINTS, STEPS_OF, WRITES, first_middle_last
+from tests.faults.test_rare_moments import PACKED
 
 pytestmark = pytest.mark.live
 
 
 def die_along(scene, chain, action):
-    for point, step in chain:
-        ended = scene.drive(Hit(point, step, action))
+    for point, step, *nth in chain:
+        ended = scene.drive(Hit(point, step, action, *nth))
         assert ended.code == -9, f"{point} at step {step}: {ended.code}\n{ended.err}"
 
 
@@ -71,6 +72,16 @@ def test_what_a_killed_driver_left_unsynced_is_made_durable_by_the_next(scene, p
     scene.watch_the_disk()
     die_along(scene, [(point, PLACED_POINTS[point][-1])], KILL)
     end_with_the_power(scene)
+
+
+@pytest.mark.parametrize("places", PACKED.values(), ids=PACKED)
+def test_a_run_whose_power_goes_while_it_packs_loses_no_record(scene, places):
+    scene.watch_the_disk()
+    scene.pack_records = 20
+    die_along(scene, places, POWER)
+    # A driver that dies while a step is on its way costs its job, and the training does not wait for the packs.
+    assert scene.finish()["segments"] <= 1 + len(places)
+    assert list((scene.root / "journal" / "packed").glob("[0-9]*"))
 
 
 def test_the_power_takes_what_was_not_synced_and_nothing_else(scene):
