@@ -37,7 +37,7 @@ def greeting(base_url: str, settings: ServiceSettings, control: ControlServer | 
         [
             f"The local Cortex Training service listens on {base_url}",
             *lines,
-            f"It accepts {_pat(settings)}. Ctrl-C ends it.",
+            f"It accepts {'the token it was started with' if settings.token else 'any token'}. Ctrl-C ends it.",
         ]
     )
 
@@ -92,7 +92,8 @@ def _prefect_block(base_url: str, settings: ServiceSettings) -> str:
 
 
 def _pat(settings: ServiceSettings) -> str:
-    return "the token it was started with" if settings.token else "any token"
+    # Clients refuse what no token is, so what stands for any is written as one.
+    return "the token it was started with" if settings.token else "any-token"
 
 
 def _for_https(settings: ServiceSettings) -> dict[str, str]:

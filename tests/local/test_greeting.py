@@ -20,6 +20,7 @@ import requests
 
 from airflow_cortex_training.connection import ConnectionSettings, Target
 from cortex_training import CortexTrainingClient
+from cortex_training.auth import PatAuth
 from cortex_training.cli.greeting import greeting
 from cortex_training.local.settings import ServiceSettings
 
@@ -51,6 +52,16 @@ def test_what_is_pasted_names_the_service(tmp_path: Path) -> None:
     assert (block["host"], block["database"], block["endpoint"]) == (_URL, "LOCAL", "other")
     assert dict(one.split("=") for one in shlex.split(lines["cli"])[1:])["CORTEX_TRAINING_BASE_URL"] == _URL
     assert "s3cret" not in str(lines)
+
+
+def test_the_token_that_is_pasted_is_one(tmp_path: Path) -> None:
+    """Where the service takes any, what stands in the lines has to pass for one."""
+    lines = told(tmp_path)
+    [_, assignment] = shlex.split(lines["airflow"])
+    [call] = [node for node in ast.walk(ast.parse(lines["prefect"])) if isinstance(node, ast.Call) and node.keywords]
+    block = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    for token in (json.loads(assignment.partition("=")[2])["password"], block["pat"]):
+        assert PatAuth(token).headers()["Authorization"].endswith(token)
 
 
 @pytest.fixture
