@@ -75,6 +75,23 @@ def test_a_cleared_task_gets_a_new_job_and_others_notice_nothing(night: Night) -
     night.settle(jobs=3)
 
 
+def test_a_task_that_is_cleared_while_it_runs_on_a_worker_trains_in_a_new_job(night: Night) -> None:
+    plan = night.plan("run", steps=ENDLESS)
+    run = night.start("train_on_worker", plan=plan)
+    wait_until(lambda: confirmed_step(plan) > 1, "it trains")
+    (old,) = jobs_of(plan)
+    run.clear("train")
+    wait_until(lambda: len(jobs_of(plan)) == 2, "the new try has a job")
+    new = jobs_of(plan)[1]
+    wait_until(lambda: is_terminal_job(night.jobs()[old]), "the old job is cancelled")
+    began_at = confirmed_step(plan)
+    wait_until(lambda: confirmed_step(plan) > began_at, "it trains in the new job")
+    assert night.live_jobs() == [new]
+    run.mark("train", "failed")
+    wait_until(lambda: is_terminal_job(night.jobs()[new]), "its present job is cancelled")
+    night.settle(jobs=2)
+
+
 def test_time_limits_hold_over_a_deferral_and_end_the_job(night: Night) -> None:
     late_task, late_run = night.plan("task", steps=ENDLESS), night.plan("run", steps=ENDLESS)
     limited, timed_out = night.start("train_20_s", plan=late_task), night.start("run_30_s", plan=late_run)

@@ -86,9 +86,8 @@ class CortexTrainingTrainOperator(CortexTrainingOperator):
     Args:
         plan: `cortex_training.training.TrainingPlan`, or its JSON. Templated; with numbers in templates set
             ``render_template_as_native_obj=True`` on the DAG.
-        timeout_s: longest time for the whole run, seconds; ``execution_timeout`` shortens it. Jobs of the run are
-            cancelled
-            when it is over.
+        timeout_s: longest time for one try, seconds; ``execution_timeout`` shortens it. Jobs of the run are cancelled
+            when it is over; a retry goes on from the latest publication.
         deferrable: default is Airflow's ``[operators] default_deferrable``.
         on_clear: see above.
         cancel_on_kill: whether the jobs of the run are cancelled when a user ends the task. Without it they live on to
