@@ -134,6 +134,21 @@ class TestCreateJob:
         assert second != first
         client.cancel_job(second)
 
+    def test_a_retry_replaces_a_job_that_is_about_to_end(self, task_run, connection, local_service, client) -> None:
+        with FaultProxy(local_service.base_url) as proxy:
+            where = {"database": local_service.database, "schema": local_service.schema}
+            conn_id = connection("between", host=proxy.base_url, **where)
+            run = task_run("create")
+            job_id = run.execute(create(conn_id))
+            # A worker that was told to stop cancelled it, and the service takes its time.
+            proxy.add(f"GET .*/{job_id}$", ANSWER, status=200, body={**client.get_job(job_id), "status": "cancelling"})
+            run.retry()
+            another = run.execute(create(conn_id))
+            assert another != job_id
+            assert run.xcoms["job_id"] == another
+        for one in (job_id, another):
+            client.cancel_job(one)
+
     def test_a_clear_cancels_the_old_job_and_makes_another(self, task_run, service_connection, client) -> None:
         run = task_run("create")
         first = run.execute(create(service_connection))

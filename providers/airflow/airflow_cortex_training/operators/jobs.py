@@ -38,7 +38,7 @@ from cortex_training.errors import (
 )
 from cortex_training.identity import new_job_id
 from cortex_training.protocol.jobs import difference_from
-from cortex_training.states import is_terminal_job, job_state
+from cortex_training.states import JobState, is_terminal_job, job_state
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -242,11 +242,12 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
         except NotFoundError:
             # Written down, and never created: the try died in between.
             return None
-        if is_terminal_job(job.get("status")):
+        state = job_state(job.get("status"))
+        if is_terminal_job(state) or state == JobState.CANCELLING:
             self.log.warning(
                 "job %s of an earlier try is %s (%s); creating another one",
                 job_id,
-                job_state(job.get("status")),
+                state,
                 job.get("reason") or "no reason given",
             )
             record.write(job_id="")
@@ -259,7 +260,7 @@ class CortexTrainingCreateJobOperator(CortexTrainingOperator):
             )
         record.publish_token(job_id)
         self._push_id(record, job_id)
-        self.log.info("adopted job %s of an earlier try (%s)", job_id, job_state(job.get("status")))
+        self.log.info("adopted job %s of an earlier try (%s)", job_id, state)
         return str(job_id)
 
     def _create(
