@@ -24,7 +24,7 @@ _FIRST_UNKNOWN_S = 0.05
 _JITTER = 0.05
 _LAST_LOOK = 0.9
 _TOO_LITTLE_S = 0.2
-_STRIDE = 0.02
+_STRIDE = 0.05
 """In log time: how far apart the hazard is asked for on the way to the next look."""
 
 
