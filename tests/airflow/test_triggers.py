@@ -399,6 +399,15 @@ class TestKill:
             await asyncio.sleep(0.05)
         assert [line for line in scripted.asked if "operation" in line] == ["POST /j1/operation"]
 
+    @pytest.mark.parametrize("status", [404, 409])
+    async def test_a_request_that_is_over_by_then_is_no_failure(self, scripted, conn, monkeypatch, status) -> None:
+        Comms("failed").install(monkeypatch)
+        scripted.script = [(status, {"message": "it is done"}, {})]
+        trigger = request_trigger(cancel_on_kill=True)
+        trigger.task_instance = TI
+        await trigger.on_kill()
+        assert any("operation" in line for line in scripted.asked)
+
     async def test_without_cancel_on_kill_nothing_is_asked(self, scripted, conn) -> None:
         trigger = request_trigger()
         trigger.task_instance = TI

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from airflow.triggers.base import BaseTrigger
@@ -12,7 +13,7 @@ from airflow_cortex_training.triggers import kill
 from airflow_cortex_training.triggers.events import Status
 from airflow_cortex_training.triggers.hub import PollHub, open_hub
 from airflow_cortex_training.triggers.waiting import Outcome, Wait
-from cortex_training.errors import ApiError
+from cortex_training.errors import ApiError, ConflictError, NotFoundError
 from cortex_training.protocol.pace import Bounds
 from cortex_training.protocol.polling import POLL_REFUSALS
 from cortex_training.states import RequestState, is_terminal_job, is_terminal_request, job_state, request_state
@@ -107,7 +108,9 @@ class CortexTrainingRequestTrigger(Wait, BaseTrigger):
         # A client of its own: cleanup has run by now, and the hub only reads.
         client = await CortexTrainingHook.for_target(Target(**self.target)).get_async_client()
         async with client:
-            await client.cancel_request(self.job_id, self.request_id)
+            # It may have ended since.
+            with contextlib.suppress(NotFoundError, ConflictError):
+                await client.cancel_request(self.job_id, self.request_id)
         self.log.info("cancelled request %s of job %s: its task was ended by a user", self.request_id, self.job_id)
 
 
