@@ -112,7 +112,7 @@ def test_rows_become_a_published_model(
     executed = len(local_service.execution_log(job_id))
     retry(flow_run_id)
     again = start(flow_run_id, on_server, results_folder)
-    output, _ = again.communicate(timeout=120)
+    output, _ = again.communicate(timeout=240)
     assert again.returncode == 0, output
     assert len(local_service.execution_log(job_id)) == executed
     assert jobs_of(flow_run_id) == [job_id]

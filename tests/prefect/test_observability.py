@@ -45,7 +45,7 @@ def events(on_server: PrefectServer) -> Callable[..., list[Event]]:
     def read(name: str, about: str, at_least: int) -> list[Event]:
         async def look() -> list[Event]:
             found: list[Event] = []
-            for _ in range(150):
+            for _ in range(1000):
                 async with get_client() as client:
                     page = await client.read_events(EventFilter(event=EventNameFilter(name=[name])), limit=50)
                 found = [event for event in page.events if about in event.resource.id]

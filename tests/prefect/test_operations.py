@@ -189,7 +189,7 @@ def test_a_job_block_blocks(credentials: CortexTrainingCredentials, local_servic
         assert block.trigger().job_id == run.job_id
         assert run.fetch_result() == []
         run.cancel()
-        run.wait_for_completion(timeout_s=30)
+        run.wait_for_completion(timeout_s=240)
         return [run.job_id]
 
     (job_id,) = around()
@@ -202,7 +202,7 @@ async def test_a_job_block_can_be_awaited_outside_a_flow(credentials: CortexTrai
     await run.await_until_running()
     assert await run.afetch_result() == []
     await run.acancel()
-    await run.await_for_completion(timeout_s=30)
+    await run.await_for_completion(timeout_s=240)
 
 
 async def test_a_job_that_ends_while_it_is_waited_for_is_an_error_with_its_reason(

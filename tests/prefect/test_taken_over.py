@@ -80,7 +80,7 @@ def test_a_killed_command_line_run_goes_on_in_a_flow_and_takes_each_step_once(
 
     # And back: the command line finds it finished, and says the same.
     again = by_the_command_line(plan, local_service, tmp_path)
-    output, _ = again.communicate(timeout=120)
+    output, _ = again.communicate(timeout=240)
     assert again.returncode == 0, output
     assert trained["entry"] in output
     assert steps_in(local_service, plan["root"]) == list(range(1, STEPS + 1))
