@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from airflow.sdk.exceptions import AirflowFailException
+from airflow.sdk.exceptions import AirflowFailException, TaskDeferred
 
 from airflow_cortex_training.failures import clear_failures
 from airflow_cortex_training.operators.checkpoints import (
@@ -44,6 +44,7 @@ TRAINING = {
     },
 }
 SAMPLING = {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": 128, "n_gpus": 1}}
+CANCELLED = {"status": "cancelled", "error": "by its owner"}
 # Wants more GPUs than there are: a job that stays pending, for tests of which the model would be a waste.
 PARKED = {"job_type": "sampling", "model_name": "tiny", "inference_config": {"max_seq_len": 128, "n_gpus": 100_000}}
 
@@ -620,6 +621,34 @@ class TestSampling:
         )
         assert copied == {"job_id": job_id}
         assert executed(local_service, job_id, "weight-sync") == 1
+
+    @pytest.mark.parametrize("inline_s", [0.0, 12.0])
+    def test_a_retry_sends_again_what_the_kill_of_the_try_before_it_cancelled(
+        self, task_run, connection, local_service, job_id, tmp_path, no_grace, inline_s
+    ) -> None:
+        with FaultProxy(local_service.base_url) as proxy:
+            where = {"database": local_service.database, "schema": local_service.schema}
+            generate = CortexTrainingGenerateOperator(
+                task_id="generate",
+                conn_id=connection("stopping", host=proxy.base_url, **where),
+                job_id=job_id,
+                prompts=["What comes after 1?"],
+                output_path=str(tmp_path / "samples.jsonl"),
+                sampling_params={"max_tokens": 4, "temperature": 0.0},
+                deferrable=True,
+                inline_s=0.0,
+            )
+            run = task_run("generate", retries=1)
+            with pytest.raises(TaskDeferred):
+                generate.execute(run.context())
+            generate.on_kill()
+            # As if the service had been in the middle of it.
+            cancelled = run.store.get("cortex_training")["request_id"]
+            proxy.add(f"GET .*/{cancelled}", ANSWER, status=200, body=CANCELLED, times=10**6)
+            generate.inline_s = inline_s
+            run.retry()
+            assert run.execute(generate)["count"] == 1
+            assert proxy.count("POST .*/generate$") == 2
 
     def test_completions_go_to_object_storage_and_small_ones_into_the_xcom_too(
         self, task_run, service_connection, local_service, job_id, memory

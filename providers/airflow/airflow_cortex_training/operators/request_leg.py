@@ -46,6 +46,7 @@ from cortex_training.errors import (
     SendRefused,
     TransportError,
 )
+from cortex_training.states import RequestState, is_terminal_request, request_state
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -241,8 +242,27 @@ class CortexTrainingRequestOperator(CortexTrainingOperator):
         if not earlier.get("request_id"):
             self.settle_intent(earlier)
             return None
-        self.log.info("waiting again for request %s of job %s", earlier["request_id"], self.job_id)
-        return str(earlier["request_id"])
+        request_id = str(earlier["request_id"])
+        if self._has_failed(client, request_id):
+            record.update(ended="failed")
+            self.settle_failure(earlier)
+            return None
+        self.log.info("waiting again for request %s of job %s", request_id, self.job_id)
+        return request_id
+
+    def _has_failed(self, client: CortexTrainingClient, request_id: str) -> bool:
+        """Whether a request has failed, or was cancelled by the kill of the try that sent it: waiting for that would
+        only cost another try. What can't be asked just now is found out by who waits.
+        """
+        try:
+            reply = client.get_request_status(self.job_id, request_id, max_events=1)
+        except CortexTrainingError:
+            return False
+        state = request_state(reply.get("status"))
+        failed = is_terminal_request(state) and state != RequestState.DONE
+        if failed:
+            self.log.warning("request %s of an earlier try is %s: %s", request_id, state, reply.get("error") or "")
+        return failed
 
     def _submit(self, client: CortexTrainingClient, record: DurableRecord) -> str | dict[str, Any]:
         intent = {"operation": self.operation, **self.intent(client, record)}

@@ -91,7 +91,8 @@ class CortexTrainingGenerateOperator(CortexTrainingRequestOperator):
         sampling_params: one object for all prompts or a list with one for each.
         routing_key, strict: as the service has them.
 
-    A retry waits for the same request; a cleared task generates again. A killed one cancels its request.
+    A retry waits for the same request; a cleared task generates again. A killed one cancels its request, and where
+    Airflow tries it again all the same, it is sent again.
 
     Returns (XCom): ``job_id``, ``output_path``, ``count``, ``bytes``, ``sha256`` of the file, and ``completions`` when
     `xcom_max_bytes` allows it.
