@@ -18,6 +18,10 @@ FRAME_VERSION = 1
 """Rises when the same dataset, seed and shape would give other frame bytes; a run then goes on in a new job, not in
 the old one."""
 
+_BYTES_PER_TOKEN = 4 * 8 + 4
+"""Of a frame's tensors: input_ids (twice), attention_mask and position_ids are int64, loss_mask is float32."""
+_HEADER_BYTES = 4096
+"""More than the header of a frame needs."""
 _RESPONSE_OPTIONS = {"response_options": {"format": "dssst1", "delivery": "chunked"}}
 
 
@@ -54,7 +58,7 @@ class Dataset:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError.of(name, value, "pass a whole number from 1")
-        return Batches(self._sequences, self.manifest.pad_token_id, micro_batch_size, micro_batches_per_step, seed)
+        return Batches(self._sequences, self.manifest, micro_batch_size, micro_batches_per_step, seed)
 
 
 class Batches:
@@ -63,19 +67,20 @@ class Batches:
     Each pass visits every sequence once, in an order of its own. Passes follow each other without a gap: where the
     last micro-batch of a pass is not full, it is filled from the beginning of the next pass, so nothing is dropped
     and every micro-batch has the same number of sequences. `steps_per_pass` is the number of steps after which each
-    sequence was seen at least once.
+    sequence was seen at least once. `largest_frame` is the most bytes that a frame can have.
     """
 
     def __init__(
-        self, sequences: ShardReader, pad_token_id: int, micro_batch_size: int, micro_batches_per_step: int, seed: int
+        self, sequences: ShardReader, manifest: Manifest, micro_batch_size: int, micro_batches_per_step: int, seed: int
     ) -> None:
         self._sequences = sequences
-        self._pad_token_id = pad_token_id
+        self._pad_token_id = manifest.pad_token_id
         self._size = micro_batch_size
         self._per_step = micro_batches_per_step
         # Of its own: with one cache for all, many runs in one process would throw out each other's orders.
         self._order = lru_cache(maxsize=2)(partial(pass_order, len(sequences), seed))
         self.steps_per_pass = -(-len(sequences) // (micro_batch_size * micro_batches_per_step))
+        self.largest_frame = micro_batch_size * manifest.longest_sequence * _BYTES_PER_TOKEN + _HEADER_BYTES
 
     def frame(self, step: int, micro_batch: int) -> bytes:
         """The frame of a micro-batch: `step` counts from 1, `micro_batch` from 0. A pure function of dataset, shape

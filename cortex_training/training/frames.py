@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from cortex_training.datasets import Batches
+from cortex_training.training.frame_memory import FRAMES, FrameMemory
 from cortex_training.training.offload import offload
 
 Place = tuple[int, int]
@@ -13,35 +15,61 @@ Place = tuple[int, int]
 
 
 class Frames:
-    """Frames by (step, micro-batch), with one frame built ahead in the pool.
+    """Frames by (step, micro-batch), with one frame built ahead in the pool where `memory` has room for it.
 
     At most two frames are in memory: the one that is being sent and the next one. `position` says which step's batches
-    a step trains on, which is its own unless some were left out after a divergence.
+    a step trains on, which is its own unless some were left out after a divergence. `wait` waits for room in `memory`,
+    and may raise to give up.
     """
 
     def __init__(
-        self, batches: Batches, micro_batches_per_step: int, position: Callable[[int], int] = lambda step: step
+        self,
+        batches: Batches,
+        micro_batches_per_step: int,
+        position: Callable[[int], int] = lambda step: step,
+        *,
+        wait: Callable[[Awaitable[None]], Awaitable[Any]] = lambda room: room,
+        memory: FrameMemory = FRAMES,
     ) -> None:
         self._batches = batches
         self._per_step = micro_batches_per_step
         self._position = position
+        self._wait = wait
+        self._memory = memory
+        self._size = batches.largest_frame
+        self._sending = False
         self._ahead: tuple[Place, asyncio.Task[tuple[bytes, int]]] | None = None
         self._tokens: dict[Place, int] = {}
 
     async def frame(self, step: int, micro_batch: int) -> bytes:
-        """The frame of a micro-batch; the one after it is begun before this returns."""
+        """The frame of a micro-batch, in memory until it is `sent`; the one after it is begun before this returns."""
+        self.sent()
         wanted = (self._position(step), micro_batch)
         if self._ahead is not None and self._ahead[0] == wanted:
-            built, tokens = await self._ahead[1]
+            building, self._ahead, self._sending = self._ahead[1], None, True
+            built, tokens = await building
         else:
             # A recovery jumps back; what was built for another position is of no use.
             await self.drop()
+            await self._wait(self._take())
             built, tokens = await offload(self._build, wanted)
         self._tokens[wanted] = tokens
         more = micro_batch + 1 < self._per_step
         following = (wanted[0], micro_batch + 1) if more else (self._position(step + 1), 0)
-        self._ahead = (following, asyncio.create_task(offload(self._build, following)))
+        if self._memory.take_ahead(self._size):
+            self._ahead = (following, asyncio.create_task(offload(self._build, following)))
         return built
+
+    async def _take(self) -> None:
+        await self._memory.take(self._size)
+        # In the same task: whoever waits for it may be cancelled in this very moment, and then drops it.
+        self._sending = True
+
+    def sent(self) -> None:
+        """The last frame is not needed any more."""
+        if self._sending:
+            self._sending = False
+            self._memory.give_back(self._size)
 
     async def tokens(self, step: int) -> int:
         """Tokens of a step, padding left out. Counted with its frames, while the service computed, if they were built
@@ -62,9 +90,14 @@ class Frames:
         return sum(len(sequence.tokens) for sequence in self._batches.sequences(*place))
 
     async def drop(self) -> None:
-        """Let go of the frame that was built ahead, and of the error that building it may have raised."""
-        if self._ahead is not None:
-            await asyncio.wait({self._ahead[1]})
-            if not self._ahead[1].cancelled():
-                self._ahead[1].exception()
-            self._ahead = None
+        """Let go of all frames, and of the error that building one ahead may have raised."""
+        self.sent()
+        if self._ahead is None:
+            return
+        (_, building), self._ahead = self._ahead, None
+        try:
+            await asyncio.wait({building})
+        finally:
+            self._memory.give_back(self._size)
+        if not building.cancelled():
+            building.exception()

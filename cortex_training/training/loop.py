@@ -70,7 +70,13 @@ async def run(
         )
         await offload(claim_identity, store, identity)
         driver = await Driver.claim(plan, client, store, attempt=attempt, progress=progress, stop=stop)
-        frames = Frames(batches, plan.micro_batches_per_step, lambda step: driver.state.position(step))
+        frames = Frames(
+            batches,
+            plan.micro_batches_per_step,
+            lambda step: driver.state.position(step),
+            wait=driver.until_stopped,
+        )
+        driver.when_submitted = frames.sent
         try:
             async with service_log(driver) if plan.tail_service_log else contextlib.nullcontext():
                 await _train(driver, frames)
@@ -118,8 +124,10 @@ async def _train(driver: Driver, frames: Frames) -> None:
             await _train_segment(driver, frames)
             return
         except _Diverged:
-            continue
+            await frames.drop()
         except SegmentLost as lost:
+            # The next segment begins at another step, and its job may wait for GPUs for hours.
+            await frames.drop()
             await _replace(driver, lost)
             recovering = False
 

@@ -12,6 +12,8 @@ from cortex_training.training.frames import Frames
 class Batches:
     """Micro-batches of two sequences; notes on which thread what was asked for."""
 
+    largest_frame = 10
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
         self.threads: set[int] = set()
