@@ -26,6 +26,7 @@ from cortex_training.training.offload import offload, run_slot, unbroken
 from cortex_training.training.plan import TrainingPlan
 from cortex_training.training.progress import ProgressCallback, RunFailed, RunInterrupted, TrainingResult
 from cortex_training.training.root import claim_identity, open_root
+from cortex_training.training.state import RunState
 
 if TYPE_CHECKING:
     from cortex_training.aio import AsyncCortexTrainingClient
@@ -311,11 +312,27 @@ async def _require_no_divergence(driver: Driver, step: int, loss: float) -> None
     """Stop at a loss, measured on the weights of `step`, that shows a divergence: on record before anything is
     published, or every retry would pay for the same divergence.
     """
-    known = driver.state.losses if driver.plan.divergence.loss_factor is not None else {}
-    found = driver.plan.divergence.found_in(loss, [known[k] for k in sorted(known) if k <= step])
+    policy = driver.plan.divergence
+    before = last_losses(driver.state, step, policy.median_of) if policy.loss_factor is not None else []
+    found = policy.found_in(loss, before)
     if found is not None:
         await driver.record("diverged", {"step": step, "loss": found})
         raise _Diverged
+
+
+def last_losses(state: RunState, step: int, count: int) -> list[float]:
+    """The last `count` losses of steps up to `step`, in order; of a step that was made again, the last one.
+
+    Asked for at every batch, so it must not look at all steps of a long run.
+    """
+    found: list[float] = []
+    while step > 0 and len(found) < count:
+        measured = (segment.loss(step) for segment in reversed(state.segments))
+        loss = next((loss for loss in measured if loss is not None), None)
+        if loss is not None:
+            found.append(loss)
+        step -= 1
+    return found[::-1]
 
 
 async def _check_against_model(plan: TrainingPlan, client: AsyncCortexTrainingClient, dataset: Dataset) -> None:

@@ -15,10 +15,12 @@ from cortex_training.training import RunFailed, TrainingPlan, status
 from cortex_training.training.divergence import Divergence
 from cortex_training.training.driver import Driver
 from cortex_training.training.journal import read_journal
+from cortex_training.training.loop import last_losses
 from cortex_training.training.root import open_root
-from cortex_training.training.state import RunState
+from cortex_training.training.state import RunState, Segment
 from tests.faults.reference import train
 from tests.training.conftest import Runs
+from tests.training.test_state import Story
 
 PEAK = 3e-3
 SKIP_ONE = {"action": "rollback", "skip_batches": 1}
@@ -202,6 +204,24 @@ def test_what_counts_as_a_divergence():
     assert rule.found_in(9.0, [1.0, 1.0]) is None
     assert rule.found_in(2.0, [9.0, 1.0, 1.0, 1.0]) is None
     assert "median 1 of 3 steps" in rule.found_in(2.1, [9.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("step", [1, 3, 19, 20, 60, 2_999, 3_000])
+def test_the_median_is_of_the_last_steps_as_the_last_segment_measured_them(step, monkeypatch):
+    story = Story()
+    # Steps 41 to 60 are made again, and the loss of step 50 is not known.
+    for number, (first, last, added) in enumerate([(1, 60, 1000.0), (41, 3_000, 0.0)]):
+        story.segment(number)
+        for k in {*range(first, last + 1)} - {50}:
+            story.operation("forward_backward", k, "done", segment=number, result={"loss": k + added})
+    state = story.state
+    known = state.losses
+    expected = [known[k] for k in sorted(known) if k <= step][-20:]
+    looked_at = []
+    loss = Segment.loss
+    monkeypatch.setattr(Segment, "loss", lambda self, k: looked_at.append(k) or loss(self, k))
+    assert last_losses(state, step, 20) == expected
+    assert len(looked_at) <= 2 * 21, "a long run pays no more for it than a short one"
 
 
 def test_the_plan_keeps_its_policy(runs):
