@@ -50,7 +50,8 @@ async def unbroken(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
 async def run_slot(stop: asyncio.Event | None = None) -> AsyncIterator[bool]:
     """A place among the `MAX_RUNS` runs of this event loop, waited for in turn; False when `stop` was set first.
 
-    A run that was told to stop while it waited must not get the place later: by then its successor drives.
+    A run that was told to stop while it waited must not get the place later: by then its successor drives. One whose
+    job waits for GPUs keeps its place: it might get the GPUs and leave them idle, waiting for a place again.
     """
     slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_RUNS))
     got = asyncio.ensure_future(slots.acquire())
