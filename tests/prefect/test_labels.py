@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -56,6 +57,37 @@ async def test_labels_written_at_the_same_moment_are_all_stored(on_server: Prefe
     run_id = await write_and_read([])
     await asyncio.gather(*(RunLabels(run_id).write({f"key-{n}": n}) for n in range(12)))
     assert await RunLabels(run_id).read() == {f"key-{n}": n for n in range(12)}
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the server has been asked while nobody listened there; it is back the third time."""
+    asked: list[int] = []
+
+    def client() -> Any:
+        asked.append(len(asked))
+        if len(asked) < 3:
+            raise httpx.ConnectError("All connection attempts failed")
+        return get_client()
+
+    monkeypatch.setattr("prefect_cortex_training.labels.get_client", client)
+    monkeypatch.setattr("prefect_cortex_training.patience._TRY_AGAIN_S", 0.01)
+    return asked
+
+
+async def test_a_server_that_restarts_is_waited_for(on_server: PrefectServer, away: list[int]) -> None:
+    labels = RunLabels(await write_and_read([{"a": "1"}]))
+    assert len(away) == 3
+    away.clear()
+    assert await labels.read() == {"a": "1"}
+    assert len(away) == 3
+
+
+async def test_a_server_that_stays_away_is_named(away: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefect_cortex_training.patience.SERVER_AWAY_S", 0.0)
+    with pytest.raises(httpx.ConnectError):
+        await RunLabels("00000000-0000-4000-8000-000000000000").read()
+    assert len(away) == 1
 
 
 def test_outside_a_flow_run_the_reason_is_named() -> None:

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field, HttpUrl, SecretStr, model_validator
 
 from cortex_training.errors import ConfigurationError
 from prefect_cortex_training.dispatch import run_to_end
+from prefect_cortex_training.patience import waits_for_server
 from prefect_cortex_training.snowflake import aload_snowflake_credentials
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def parts_of_host(host: str) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+@waits_for_server
 async def load_credentials(name: str) -> CortexTrainingCredentials:
     """The stored block called `name`; raises ConfigurationError when the Prefect server has none of that name."""
     try:

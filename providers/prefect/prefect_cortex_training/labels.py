@@ -51,6 +51,7 @@ from prefect.runtime import flow_run
 
 from cortex_training.errors import ConfigurationError
 from cortex_training.identity import new_token
+from prefect_cortex_training.patience import waits_for_server
 
 PREFIX = "cortex_training."
 TAG = "cortex-training"
@@ -97,21 +98,25 @@ class RunLabels:
             )
         return cls(found)
 
+    @waits_for_server
     async def read(self) -> dict[str, Label]:
         """Every label that this package wrote."""
         async with get_client() as client:
             return labels_of(await client.read_flow_run(self.flow_run_id))
 
+    @waits_for_server
     async def run_count(self) -> int:
         """Which try of the flow run this is. Coming back from a suspension is not another."""
         async with get_client() as client:
             return (await client.read_flow_run(self.flow_run_id)).run_count
 
+    @waits_for_server
     async def back_from_suspension(self) -> bool:
         """Whether this try of the flow run was suspended: Prefect keeps the keys of its pauses until another begins."""
         async with get_client() as client:
             return bool((await client.read_flow_run(self.flow_run_id)).empirical_policy.pause_keys)
 
+    @waits_for_server
     async def write(self, labels: Mapping[str, Label]) -> dict[str, Label]:
         """Add `labels`, replacing those of the same key; on return they are stored. Returns every label."""
         async with get_client() as client:

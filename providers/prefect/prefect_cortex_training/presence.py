@@ -11,6 +11,8 @@ from typing import Any
 
 from prefect.variables import Variable
 
+from prefect_cortex_training.patience import waits_for_server
+
 WATCHERS = "cortex_training_watch"
 DRIVERS = "cortex_training_drive"
 
@@ -37,6 +39,7 @@ class Presence:
         self._told = time.monotonic()
 
 
+@waits_for_server
 async def somebody_is_there(name: str) -> bool:
     """Whether a process has said in the variable `name` that it is there, not long ago."""
     value: Any = await Variable.aget(name, None)
