@@ -111,8 +111,6 @@ class Driver:
         self.pace = Pace()
         self.published: str | None = None
         """The last save that this driver saw in the publication log."""
-        self.when_submitted: Callable[[], None] = lambda: None
-        """Called at the end of every submission: what it carried is not needed any more."""
         self._writer = writer
         self._packer = packer
         self._appending = asyncio.Lock()
@@ -247,20 +245,17 @@ class Driver:
             "attempt": attempt,
             **({"ahead": True} if ahead else {}),
         }
-        try:
-            while True:
-                self.check_stop()
-                operation, problem = await unbroken(self._submit_once(intent, call, repeatable))
-                if problem is None:
-                    return operation
-                if time.monotonic() > patience:
-                    raise RunFailed(
-                        f"{self.store.root}: {op} of step {step} did not become a request of job {self.segment.job_id} "
-                        f"within {self.plan.patience_s:g} s: {problem}"
-                    )
-                await self.pause(0.1 if isinstance(problem, SendRefused) else 1.0)
-        finally:
-            self.when_submitted()
+        while True:
+            self.check_stop()
+            operation, problem = await unbroken(self._submit_once(intent, call, repeatable))
+            if problem is None:
+                return operation
+            if time.monotonic() > patience:
+                raise RunFailed(
+                    f"{self.store.root}: {op} of step {step} did not become a request of job {self.segment.job_id} "
+                    f"within {self.plan.patience_s:g} s: {problem}"
+                )
+            await self.pause(0.1 if isinstance(problem, SendRefused) else 1.0)
 
     async def _submit_once(
         self, intent: Mapping[str, Any], call: Submission, repeatable: bool

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from cortex_training.datasets import Batches
@@ -40,6 +41,14 @@ class Frames:
         self._sending = False
         self._ahead: tuple[Place, asyncio.Task[tuple[bytes, int]]] | None = None
         self._tokens: dict[Place, int] = {}
+
+    @contextlib.asynccontextmanager
+    async def sending(self, step: int, micro_batch: int) -> AsyncIterator[bytes]:
+        """The frame of a micro-batch, to be sent in the block."""
+        try:
+            yield await self.frame(step, micro_batch)
+        finally:
+            self.sent()
 
     async def frame(self, step: int, micro_batch: int) -> bytes:
         """The frame of a micro-batch, in memory until it is `sent`; the one after it is begun before this returns."""

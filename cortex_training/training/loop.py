@@ -77,7 +77,6 @@ async def run(
             lambda step: driver.state.position(step),
             wait=driver.until_stopped,
         )
-        driver.when_submitted = frames.sent
         try:
             async with service_log(driver) if plan.tail_service_log else contextlib.nullcontext():
                 await _train(driver, frames)

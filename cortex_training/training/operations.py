@@ -74,17 +74,17 @@ async def send_forward_backward(
             f"{driver.store.root}: forward-backward {micro_batch} of step {step} failed {attempt} times on job "
             f"{segment.job_id}; look at the job's log, then raise max_attempts or mend the data"
         )
-    frame = await frames.frame(step, micro_batch)
     group = identity.group_id(segment.job_id, segment.number, step, micro_batch, attempt)
-    return await driver.submit(
-        "forward_backward",
-        step,
-        partial(driver.client.forward_backward, segment.job_id, frame, chunk_group_id=group),
-        micro_batch=micro_batch,
-        attempt=attempt,
-        repeatable=True,
-        ahead=ahead,
-    )
+    async with frames.sending(step, micro_batch) as frame:
+        return await driver.submit(
+            "forward_backward",
+            step,
+            partial(driver.client.forward_backward, segment.job_id, frame, chunk_group_id=group),
+            micro_batch=micro_batch,
+            attempt=attempt,
+            repeatable=True,
+            ahead=ahead,
+        )
 
 
 async def optimizer_step(driver: Driver, step: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> int:
