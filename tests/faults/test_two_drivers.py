@@ -65,9 +65,12 @@ def test_a_driver_that_wakes_up_before_its_successor_wrote_anything_is_stopped(s
     frozen = freeze(scene, "after record outcome step done", 3)
     second = freeze(scene, "before record intent forward_backward", 4)
     sent = scene.proxy.count("^POST ")
-    assert wake_up(scene, frozen).code == 1
-    assert scene.proxy.count("^POST ") == sent
-    assert wake_up(scene, second).result["segments"] == 1
+    try:
+        assert wake_up(scene, frozen).code == 1
+        assert scene.proxy.count("^POST ") == sent
+        assert wake_up(scene, second).result["segments"] == 1
+    finally:
+        second.kill()
     scene.finish()
 
 
