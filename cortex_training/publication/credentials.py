@@ -26,6 +26,7 @@ DEFAULT_REGION = "us-east-1"
 # A mounted file of credentials is a line. Whatever is longer is something else.
 _MAX_FIELD_BYTES = 64 * 1024
 _REGION = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
+_WORD = re.compile(r"[a-z]{1,12}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,16 @@ def add_kind(kind: str, source: Callable[[str], Source]) -> None:
 
 
 def parse_sources(text: str) -> list[Source]:
-    """Read a list ``kind:location,kind:location``. Raises CredentialsError naming the part that is refused."""
+    """Read a list ``kind:location,kind:location``. Raises CredentialsError naming the part that is refused.
+
+    By its number, and its kind where that can be no key: somebody may have put the credentials themselves here.
+    """
     sources: list[Source] = []
     kinds = ", ".join(("secret", "file", "vault", *_kinds_of_hosts))
-    for spelled in text.split(","):
+    for number, spelled in enumerate(text.split(","), 1):
         kind, colon, location = spelled.partition(":")
         if not colon or not location or spelled != spelled.strip():
-            raise CredentialsError(f"credentials: {spelled!r} is not kind:location; kinds are {kinds}")
+            raise CredentialsError(f"credentials: part {number} of the list is not kind:location; kinds are {kinds}")
         if kind == "secret":
             sources.append(MountedSecret(location))
         elif kind == "file":
@@ -84,7 +88,8 @@ def parse_sources(text: str) -> list[Source]:
         elif kind in _kinds_of_hosts:
             sources.append(_kinds_of_hosts[kind](location))
         else:
-            raise CredentialsError(f"credentials: kind {kind!r} of {spelled!r} is unknown; kinds are {kinds}")
+            unknown = f"kind {kind!r} of part {number}" if _WORD.fullmatch(kind) else f"the kind of part {number}"
+            raise CredentialsError(f"credentials: {unknown} of the list is unknown; kinds are {kinds}")
     return sources
 
 

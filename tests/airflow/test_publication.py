@@ -132,7 +132,7 @@ class TestRoots:
             ("gs://bucket/x", None, "gs"),
             ("s3://bucket/x", None, "needs credentials"),
             ("s3://bucket/x", "airflow:not_there", "no connection 'not_there'"),
-            ("s3://bucket/x", "nonsense", "nonsense"),
+            ("s3://bucket/x", "nonsense", "part 1 of the list is not kind:location"),
         ],
     )
     def test_what_cannot_be_opened_is_named(self, root, credentials, named) -> None:

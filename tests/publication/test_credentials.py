@@ -165,3 +165,11 @@ def test_a_file_in_place_of_the_directory_is_wrong_and_not_absent(tmp_path: Path
 def test_lists_that_do_not_parse(text: str) -> None:
     with pytest.raises(CredentialsError, match=r"^credentials: "):
         parse_sources(text)
+
+
+@pytest.mark.parametrize("text", ["AKIAKEY,s3cr3t", "AKIAKEY:s3cr3t", "file:/a,AKIAKEY:s3cr3t", "s3cr3t"])
+def test_credentials_in_place_of_a_list_are_not_repeated(text: str) -> None:
+    with pytest.raises(CredentialsError, match=r"part [12] of the list") as caught:
+        parse_sources(text)
+    assert "AKIAKEY" not in str(caught.value)
+    assert "s3cr3t" not in str(caught.value)
