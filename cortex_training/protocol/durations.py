@@ -77,7 +77,7 @@ class Outlook:
 
     def hazard(self, moment: float) -> float:
         """How many of the requests that are still running at this moment end per unit of log time."""
-        # Asked some twenty times for each look of every wait: written out, without calls.
+        # Asked several times for each look of every wait: written out, without calls.
         running = ending = 0.0
         for share, center, scale in self._paces:
             distance = (moment - center) / scale

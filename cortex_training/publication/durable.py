@@ -44,7 +44,15 @@ def replace_whole(path: str, data: bytes) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder and those above it, each durable before anything is put in it."""
+    """Make a folder and those above it, each durable before anything is put in it.
+
+    So is the name of one that is there: whoever made it may have been killed before it was. Not where the folder above
+    may not be read, which is somebody else's then.
+    """
+    if os.path.isdir(path):
+        with contextlib.suppress(PermissionError):
+            sync_folder(os.path.dirname(path))
+        return
     missing = []
     while not os.path.isdir(path):
         missing.append(path)

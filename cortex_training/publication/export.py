@@ -176,6 +176,8 @@ class _Download:
         target = os.path.join(self._folder, *filename.split("/"))
         if os.path.isfile(target) and os.path.getsize(target) == size:
             digest, _ = _hash_file(target)
+            # Whoever put it there may have been killed before its name was durable.
+            durable.sync_folder(os.path.dirname(target))
             self._advance(size)
             return SavedFile(filename, size, digest.hexdigest())
         partial = _Partial(os.path.join(self._partial_folder, hashlib.sha256(filename.encode()).hexdigest()[:32]))

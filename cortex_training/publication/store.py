@@ -232,12 +232,9 @@ class PosixStore:
     def _make_folder(self, path: str) -> None:
         if path == self._root or (path in self._made and os.path.isdir(path)):
             return
-        above = os.path.dirname(path)
-        self._make_folder(above)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        # Also when it was there: whoever made it may have been killed before its name was durable.
-        durable.sync_folder(above)
+        # Each folder on the way, also those that are there: a killed driver may have made them.
+        self._make_folder(os.path.dirname(path))
+        durable.make_folder(path)
         self._made.add(path)
 
 

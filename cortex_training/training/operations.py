@@ -13,7 +13,6 @@ from cortex_training import identity
 from cortex_training.errors import NotFoundError, OutcomeUnknown, RequestFailed
 from cortex_training.protocol.results import checkpoint_id
 from cortex_training.publication.errors import StoreError
-from cortex_training.publication.log import PUBLICATIONS
 from cortex_training.publication.prune import prune
 from cortex_training.publication.save import SaveManifest
 from cortex_training.training.driver import Driver, SegmentLost, loss_value
@@ -280,8 +279,8 @@ async def publish_verified(driver: Driver) -> None:
         return  # asked at every step; a bucket would be listed each time
     for entry in await offload(driver.log.entries):
         if entry.save == folder:
-            # Seen is not durable yet: whoever published it may have been killed right then. Creating it again syncs it.
-            await offload(driver.store.create, f"{PUBLICATIONS}/{entry.name}")
+            # Seen is not durable yet: whoever published it may have been killed right then.
+            await offload(driver.log.publish, folder, entry.epoch, entry.step)
             driver.published = folder
             return
     manifest = SaveManifest(

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cortex_training.errors import ConfigurationError
-from cortex_training.publication.durable import sync_folder
+from cortex_training.publication.durable import make_folder
 from cortex_training.publication.probe import probe
 from cortex_training.publication.roots import open_store
 from cortex_training.publication.store import PosixStore, Store
@@ -61,10 +60,8 @@ def open_root(root: str, credentials: str | None = None) -> Store:
             ) from None
     posix = PosixStore(path)
     if not posix.exists(RUN_FILE):
-        # Also of a folder that was there: whoever made it may have died before its name was durable. A power loss would
-        # take the run with it, and its job would belong to nobody. A folder that may not be read is somebody else's.
-        with contextlib.suppress(PermissionError):
-            sync_folder(os.path.dirname(path))
+        # Its name, too: a power loss would take the run with it, and its job would belong to nobody.
+        make_folder(path)
     return posix
 
 

@@ -51,11 +51,12 @@ async def recover(driver: Driver) -> None:
     """
     current = driver.state.current
     if current is None:
-        await _begin(driver, base=None, reason="first start", cause=FIRST)
+        await _begin(driver, base=None, reason="first start", cause=FIRST, given=driver.plan.job_id)
     elif _names_another_job(driver.plan, driver.state):
         if current.owned:
             await cancel(driver, current.job_id)
-        await _begin(driver, base=await base_of(driver, current), reason="the plan names another job", cause=MOVE)
+        base, reason = await base_of(driver, current), "the plan names another job"
+        await _begin(driver, base=base, reason=reason, cause=MOVE, given=driver.plan.job_id)
     elif current.given_up is not None:
         raise SegmentLost(current.given_up)
     elif current.complete and await _has_ended(driver):
@@ -107,14 +108,15 @@ async def replace(driver: Driver, lost: SegmentLost) -> None:
             f"{driver.store.root}: {lost.reason}. Going on needs a new job, and a plan without sub_jobs may not create "
             "one: add them, or run the plan on another job; it starts from the last publication"
         )
-    if driver.state.replacements >= driver.plan.max_replacements:
+    if driver.state.replacements >= plan.max_replacements:
         raise RunFailed(
-            f"{driver.store.root}: {lost.reason}. {driver.plan.max_replacements} replacements were used; raise "
+            f"{driver.store.root}: {lost.reason}. {plan.max_replacements} replacements were used; raise "
             "max_replacements to go on"
         )
     if segment.owned and not in_place:
         await cancel(driver, segment.job_id)
-    await _begin(driver, base=base, reason=lost.reason, cause=REPLACEMENT, in_place=in_place)
+    given = segment.job_id if in_place else None
+    await _begin(driver, base=base, reason=lost.reason, cause=REPLACEMENT, given=given)
     await ensure_running(driver)
 
 
@@ -261,23 +263,18 @@ async def cancel(driver: Driver, job_id: str) -> None:
 
 
 async def _begin(
-    driver: Driver, *, base: Base | None, reason: str, cause: str, in_place: bool = False, **change: Any
+    driver: Driver, *, base: Base | None, reason: str, cause: str, given: str | None = None, **change: Any
 ) -> None:
-    """Write the segment's record, and with it the id of its job, before the job exists."""
+    """Write the segment's record, and with it the id of its job: the one that is `given`, or that of a job to make."""
     if driver.budget_is_spent:
         raise RunFailed(budget_spent(driver))
-    job_id, owned = None, driver.plan.owns_job
-    if in_place:
-        job_id, owned = driver.segment.job_id, driver.segment.owned
-    elif cause in (FIRST, MOVE):
-        job_id = driver.plan.job_id
     await driver.record(
         "segment",
         {
             "segment": len(driver.state.segments),
-            "job_id": job_id or identity.new_job_id(),
-            "owned": owned,
-            "given": job_id is not None,
+            "job_id": given or identity.new_job_id(),
+            "owned": driver.plan.owns_job,
+            "given": given is not None,
             "base": asdict(base) if base else None,
             "reason": reason,
             "cause": cause,

@@ -154,16 +154,18 @@ def test_what_went_wrong_is_raised_in_the_flow(service: ScriptedService, error: 
         in_a_flow(lambda: await_remote("block", "j", "r1"))
 
 
-def test_a_job_that_ran_is_not_waited_for_again_once_it_has_ended(service: ScriptedService) -> None:
+@pytest.mark.parametrize("end", ["cancelling", "cancelled", "failed"])
+def test_a_job_that_ran_is_not_waited_for_again_once_it_has_ended(service: ScriptedService, end: str) -> None:
     """A training run went on in another one while the flow run was suspended."""
 
     def twice() -> tuple[str, str]:
         service.jobs["j"] = {"job_id": "j", "status": "running"}
         before = await_remote("block", "j")["status"]
-        service.jobs["j"]["status"] = "cancelled"
+        service.jobs["j"]["status"] = end
         return before, await_remote("block", "j")["status"]
 
-    assert in_a_flow(twice) == ("running", "cancelled")
+    assert in_a_flow(twice) == ("running", end)
+    service.jobs["j"]["status"] = "cancelled"
     with pytest.raises(JobFailed):
         in_a_flow(lambda: await_remote("block", "j"))
 

@@ -144,6 +144,18 @@ def test_files_that_are_whole_are_not_fetched_again(server: LinkServer, tmp_path
     assert server.requests == [("deep/config.json", None)]
 
 
+def test_what_another_process_put_there_is_made_durable(
+    server: LinkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been killed right before: a power loss would take names that the manifest vouches for."""
+    dest = tmp_path / "cp_1"
+    download(server, dest)
+    synced: list[str] = []
+    monkeypatch.setattr("cortex_training.publication.durable.sync_folder", synced.append)
+    download(server, dest)
+    assert {str(folder) for folder in (tmp_path, dest, dest / "deep")} <= set(synced)
+
+
 def overwritten(server: LinkServer) -> None:
     """The checkpoint is overwritten by another one, whose files have the same names and sizes."""
     server.files = {name: os.urandom(len(data)) for name, data in server.files.items()}

@@ -7,6 +7,7 @@ there first: the id of a job before it is created, the intent of an optimizer st
     job.<name>.<generation>.<job id>   a job; the value is the credentials block that can cancel it
     finished.<job id>                  the flow run needed nothing more of this job
     waiting_since.<job id>.<claim>     when waiting for the job began, UTC epoch seconds
+    ran.<job id>                       the job ran when it was waited for
     awaited.<job id>.<request id>      numbers and ids of the result of a request that was awaited, as JSON
     <verb>.<job id>.<seq>              an operation: the id of its request
     result.<verb>.<digest>             what a task on a job, or `resolve`, gave, as JSON; the digest is of its

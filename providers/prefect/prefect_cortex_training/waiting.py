@@ -25,7 +25,7 @@ from cortex_training.errors import (
     ServiceError,
     TransportError,
 )
-from cortex_training.states import is_terminal_job
+from cortex_training.states import JobState, is_terminal_job, job_state
 from prefect_cortex_training.credentials import connected
 from prefect_cortex_training.dispatch import dual, run_to_end
 from prefect_cortex_training.labels import RunLabels, is_finished
@@ -82,7 +82,8 @@ async def aawait_remote(
     if request_id is None and (finished or written.get(_ran_key(job_id))):
         async with connected(credentials) as client:
             job = dict(await client.get_job(job_id))
-        if finished or is_terminal_job(job.get("status")):
+        state = job_state(job.get("status"))
+        if finished or is_terminal_job(state) or state == JobState.CANCELLING:
             return job
     noted = written.get(_awaited_key(job_id, request_id)) if request_id is not None and finished else None
     if noted is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,13 +56,13 @@ class Wait(StoredArguments):
     deadline: float
     log: Any
 
+    @abstractmethod
     async def outcome(self) -> Outcome:
         """Wait, usually with `wait`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def told(self, outcome: Outcome) -> dict[str, Any]:
         """What the task must know beside status and error: ids and numbers."""
-        raise NotImplementedError
 
     async def wait(self, look: Look, what: str, bounds: Bounds, durations: Durations | None = None) -> Outcome:
         """`wait_for` with this trigger's times and log."""
